@@ -1,0 +1,33 @@
+# Two commands do everything: `make optimize` and `make test`. Both create the environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: env optimize test lint redteam clean
+
+env: $(STAMP)
+
+# pip takes a CPU build of torch where one is offered; uv then installs the rest without touching it.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check $(TORCH_INDEX) "torch==2.13.0" uv
+	$(BIN)/uv pip install -q --python $(BIN)/python -e ".[dev,hta]"
+	touch $@
+
+optimize: env
+	$(BIN)/optimize --target tok/s --tp 4 --agent playbook --protocol quick --attempts 4 --budget-minutes 10
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+redteam: env
+	$(BIN)/python -m redteam
+
+clean:
+	rm -rf runs $(VENV)

@@ -1,0 +1,1 @@
+"""The loop: capture, diff, propose, apply, gate, measure, decide, write back."""
