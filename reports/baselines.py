@@ -1,0 +1,126 @@
+"""The bundled reference traces and published tables: what there is, where it came from, and that it is whole.
+
+Every file is checked against its sha256 before it is handed out, so a report never shows a baseline that was
+edited. Published rows were measured by others on other hardware: context, never a threshold. Not for:
+recording new baselines, reading traces (`trace_diff.ingest`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent / "baseline_traces"
+
+
+class BaselineError(ValueError):
+    """The index or a file of it cannot be trusted; the message names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineTrace:
+    """One recorded workload of one engine: one trace file per rank."""
+
+    id: str
+    label: str  # short, for table heads: "vLLM eager"
+    engine: str
+    version: str
+    mode: str  # "eager", "cuda graph", "torch.compile"
+    device: str  # "NVIDIA H200", "cpu"
+    model: str
+    dtype: str
+    tp: int
+    batch: int | None
+    phases: tuple[str, ...]  # of the kept steps
+    workload: str
+    profiler: str  # options that change the timing
+    licence: str
+    paths: tuple[Path, ...]  # by rank
+    sha256: tuple[str, ...]
+    clean: dict[str, Any] = field(default_factory=dict)  # timings without the profiler, same machine
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step_ms(self) -> float | None:
+        """Mean decode step without the profiler, or None where it was not measured."""
+        return self.clean.get("decode_step_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRow:
+    """One engine in one published table. A field that the source does not give is None."""
+
+    id: str
+    engine: str
+    mode: str
+    source: str
+    hardware: str
+    tok_s: float | None
+    wall_ms: float | None
+    values: dict[str, Any]  # the whole row
+
+
+def load_index(root: Path = ROOT, *, check: bool = True) -> list[BaselineTrace]:
+    """All bundled traces, checked against their sha256 unless `check` is False.
+
+    Raises BaselineError naming the index or the file that is missing or differs.
+    """
+    index = root / "index.json"
+    try:
+        data = json.loads(index.read_text("utf-8"))
+    except FileNotFoundError:
+        raise BaselineError(f"{index}: no such file") from None
+    except json.JSONDecodeError as error:
+        raise BaselineError(f"{index}: not JSON at byte {error.pos}: {error.msg}") from None
+    found = [_trace(root, entry) for entry in data["sets"]]
+    if check:
+        for trace in found:
+            verify(trace)
+    return found
+
+
+def _trace(root: Path, entry: dict[str, Any]) -> BaselineTrace:
+    files = sorted(entry["files"], key=lambda f: f["rank"])
+    same = {k: entry[k] for k in ("id", "label", "engine", "version", "mode", "device", "model", "dtype", "tp")}
+    return BaselineTrace(
+        **same,
+        batch=entry.get("batch"),
+        phases=tuple(entry["phases"]),
+        workload=entry["workload"],
+        profiler=entry["profiler"],
+        licence=entry["licence"],
+        paths=tuple(root / f["file"] for f in files),
+        sha256=tuple(f["sha256"] for f in files),
+        clean=entry.get("clean", {}),
+        provenance=entry["provenance"] | {"files": files},
+    )
+
+
+def verify(trace: BaselineTrace) -> None:
+    """Raise BaselineError unless every file of `trace` is there and has the recorded sha256."""
+    for path, wanted in zip(trace.paths, trace.sha256, strict=True):
+        try:
+            got = hashlib.sha256(path.read_bytes()).hexdigest()
+        except FileNotFoundError:
+            raise BaselineError(f"{path}: missing, though the index lists it") from None
+        if got != wanted:
+            raise BaselineError(f"{path}: sha256 is {got[:16]}..., the index says {wanted[:16]}...")
+
+
+def get(baseline_id: str, root: Path = ROOT) -> BaselineTrace:
+    """One checked baseline by id; BaselineError names the valid ids."""
+    traces = {t.id: t for t in load_index(root, check=False)}
+    if baseline_id not in traces:
+        raise BaselineError(f"no baseline '{baseline_id}'; there are: {', '.join(sorted(traces))}")
+    verify(traces[baseline_id])
+    return traces[baseline_id]
+
+
+def published(root: Path = ROOT) -> list[PublishedRow]:
+    """Rows that the MetaInfer project published, with source and hardware; context only."""
+    data = json.loads((root / "published.json").read_text("utf-8"))
+    names = ("id", "engine", "mode", "source", "hardware", "tok_s", "wall_ms")
+    return [PublishedRow(**{n: row[n] for n in names}, values=row) for row in data["rows"]]

@@ -1,0 +1,217 @@
+"""Cut a few steps out of a large Kineto trace; what is kept stays byte for byte, so other tools load it too.
+
+Events are kept as raw JSON text and never re-encoded: no rounding, no lost argument. Host events inside the
+window stay, device events stay with the launch that caused them (not by time: an engine that runs ahead has
+its device work outside the window). Not for: repairing damaged files (`ingest` reads those; a cut needs a
+whole one), finding steps (`windows`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trace_diff.types import Phase, Step
+
+_LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime", "Driver", "mtia_ccp_events", "privateuse1_runtime")
+_DEVICE_MARKS = ("gpu_user_annotation",)  # no launch of their own: kept by time
+
+
+class CutError(ValueError):
+    """The file cannot be cut; the message names the file and, where known, the byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutReport:
+    """What was kept. Stored in the new file under `hotloop_cut`, so a cut always says what it was cut from."""
+
+    parent: str  # file name
+    parent_sha256: str
+    command: str
+    steps: tuple[str, ...]  # names of the kept steps
+    phases: tuple[str, ...]
+    events: int
+    parent_events: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Args(msgspec.Struct, gc=False):
+    correlation: int | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: str
+    cat: str | None = None
+    ts: msgspec.Raw = msgspec.Raw(b"0")
+    dur: msgspec.Raw = msgspec.Raw(b"0")
+    id: int | str | None = None
+    pid: int | str | None = None
+    args: _Args | None = None
+
+
+@dataclass(slots=True)
+class _Row:
+    """One event: its raw text and the few fields that decide whether it stays."""
+
+    raw: msgspec.Raw
+    ph: str
+    cat: str
+    start_ns: int
+    end_ns: int
+    correlation: int
+    flow: int | str | None
+
+
+def _ns(text: msgspec.Raw) -> int:
+    """Microseconds as decimal text, exactly in nanoseconds."""
+    return int(Decimal(bytes(text).decode().strip('"')) * 1000)
+
+
+def read_json(path: Path) -> bytes:
+    """The JSON text of a `.json` or `.json.gz`; errors name the file."""
+    data = path.read_bytes()
+    if data[:2] != b"\x1f\x8b":
+        return data
+    try:
+        return gzip.decompress(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise CutError(f"{path}: damaged gzip, {error}") from None
+
+
+def split(path: Path) -> tuple[dict[str, msgspec.Raw], list[msgspec.Raw]]:
+    """Top-level fields but `traceEvents`, and the events, all as raw text.
+
+    Raises CutError when the JSON is not whole, naming file and byte.
+    """
+    text = read_json(path)
+    try:
+        if text.lstrip()[:1] == b"[":
+            return {}, msgspec.json.decode(text, type=list[msgspec.Raw])
+        top = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        events = msgspec.json.decode(top.pop("traceEvents", b"[]"), type=list[msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise CutError(f"{path}: {error}; only whole files can be cut") from None
+    except UnicodeDecodeError as error:
+        raise CutError(f"{path}: not UTF-8 at byte {error.start}; only whole files can be cut") from None
+    return top, events
+
+
+def _rows(path: Path, raws: Sequence[msgspec.Raw]) -> Iterator[_Row]:
+    decoder = msgspec.json.Decoder(_Event)
+    at = 0
+    for raw in raws:
+        try:
+            event = decoder.decode(raw)
+            start = _ns(event.ts)
+            end = start + (_ns(event.dur) if event.ph == "X" else 0)
+        except (msgspec.DecodeError, ArithmeticError, ValueError) as error:
+            raise CutError(f"{path}: event {at} cannot be read: {error}") from None
+        correlation = event.args.correlation if event.args else None
+        yield _Row(raw, event.ph, event.cat or "", start, end, -1 if correlation is None else correlation, event.id)
+        at += 1
+
+
+def _is_device(cat: str) -> bool:
+    return cat.lower() in ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "cuda_sync")
+
+
+def keep(rows: Sequence[_Row], start_ns: int, end_ns: int) -> list[msgspec.Raw]:
+    """Raw events of the host window [start_ns, end_ns) and of the device work that was launched in it.
+
+    Device rows without a launch anywhere in the file are kept when they start in the window. Python frames
+    that enclose the window stay whole (they name the call sites). Flow arrows stay if both ends may stay.
+    """
+    launches = {r.correlation for r in rows if r.cat in _LAUNCHES and r.correlation >= 0}
+    inside = {
+        r.correlation
+        for r in rows
+        if r.cat in _LAUNCHES and r.correlation >= 0 and start_ns <= r.start_ns < end_ns
+    }
+
+    def stays(r: _Row) -> bool:
+        if r.ph == "M":
+            return True
+        if _is_device(r.cat) and r.correlation in launches:
+            return r.correlation in inside
+        if r.ph in "sft":
+            return r.flow in inside or (r.flow not in launches and start_ns <= r.start_ns < end_ns)
+        if r.cat == "Trace" or r.cat == "overhead":
+            return r.start_ns < end_ns and r.end_ns > start_ns
+        if r.cat in ("python_function", *_DEVICE_MARKS):
+            return r.start_ns < end_ns and r.end_ns > start_ns
+        return start_ns <= r.start_ns < end_ns
+
+    return [r.raw for r in rows if stays(r)]
+
+
+def choose(steps: Sequence[Step], prefill: int, decode: int) -> list[Step]:
+    """The first run of `decode` neighbouring decode steps, and up to `prefill` prefill steps right before it.
+
+    Raises CutError when there is no such run.
+    """
+    order = sorted(steps, key=lambda s: s.start_ns)
+    for at in range(len(order)):
+        run = order[at : at + decode]
+        if len(run) == decode and all(s.phase in (Phase.DECODE, Phase.UNKNOWN) for s in run):
+            before = order[max(0, at - prefill) : at]
+            return [s for s in before if s.phase in (Phase.PREFILL, Phase.MIXED)] + run
+    if decode == 0 and prefill:
+        found = [s for s in order if s.phase is Phase.PREFILL][:prefill]
+        if found:
+            return found
+    seen = ", ".join(f"{p}: {sum(s.phase is p for s in steps)}" for p in Phase)
+    raise CutError(f"no {decode} neighbouring decode steps; the trace has {seen}")
+
+
+def write(path: Path, top: dict[str, msgspec.Raw], events: Sequence[msgspec.Raw], report: CutReport) -> None:
+    """Chrome trace JSON, gzip if the name ends in .gz; the same input gives the same bytes."""
+    head = dict(top) | {"hotloop_cut": msgspec.Raw(msgspec.json.encode(report.to_json()))}
+    parts = [b"{"]
+    for key, raw in head.items():
+        parts += [msgspec.json.encode(key), b": ", bytes(raw).strip(), b",\n"]
+    parts.append(b'"traceEvents": [\n')
+    parts.append(b",\n".join(msgspec.json.format(e, indent=-1) for e in events))
+    parts.append(b"\n]}\n")
+    data = b"".join(parts)
+    if path.suffix == ".gz":
+        data = gzip.compress(data, 9, mtime=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def cut(src: Path, out: Path, *, prefill: int = 1, decode: int = 4, command: str | None = None) -> CutReport:
+    """Write the chosen steps of `src` to `out`. Raises CutError, naming the file and the reason."""
+    from trace_diff import ingest, windows
+
+    trace = ingest.load(src)
+    try:
+        steps = choose(windows.steps(trace), prefill, decode)
+    except CutError as error:
+        raise CutError(f"{src}: {error}") from None
+    top, raws = split(src)
+    rows = list(_rows(src, raws))
+    shift = _shift(rows, trace)
+    later = [s.start_ns for s in windows.steps(trace) if s.start_ns >= steps[-1].start_ns and s not in steps]
+    end = min(later, default=max(r.end_ns for r in rows) - shift + 1)
+    kept = keep(rows, steps[0].start_ns + shift, end + shift)
+    report = CutReport(
+        parent=src.name,
+        parent_sha256=hashlib.sha256(src.read_bytes()).hexdigest(),
+        command=command or f"trace-diff cut {src.name} --prefill {prefill} --decode {decode} -o {out.name}",
+        steps=tuple(s.name for s in steps),
+        phases=tuple(str(s.phase) for s in steps),
+        events=len(kept),
+        parent_events=len(raws),
+    )
+    write(out, top, kept, report)
+    return report
