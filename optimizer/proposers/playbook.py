@@ -1,0 +1,173 @@
+"""The offline proposer: the dearest finding, its skills in order, the first that gives a patch worth trying.
+
+Deterministic: the same findings, sources, history and knowledge give the same series. Accepted knowledge
+changes the order, the parameters and what is skipped. Not for: loading skills (skillbook.py) or timing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trace_diff.types import Finding, Status
+
+from ..knowledge import Entry
+from ..patching import apply_edits, ast_hash, changed_lines, edits_from
+from ..types import Patch, RejectReason, Series
+from . import skillbook
+from .base import MAX_FILES, MAX_LINES, Declined, HistoryItem, ProposeContext, Refusal
+from .skillbook import Rewrite, Skill
+
+NO_EFFECT = {RejectReason.NO_GAIN.value, RejectReason.GUARD.value, RejectReason.NOT_ACTIVATED.value}
+NOT_ITS_FAULT = {RejectReason.NO_BUDGET.value, RejectReason.INFRASTRUCTURE.value}
+AGAIN_WHEN_FASTER = 0.8  # an effect too small to see may show once the rest of the step has shrunk to this
+
+
+class Playbook:
+    """See the module docstring. `folders`: further reviewed skill folders, after the built-in ones."""
+
+    name = "playbook"
+
+    def __init__(self, folders: Iterable[Path] = (), built_in: Path | None = skillbook.BUILT_IN) -> None:
+        self.skills = skillbook.load_all([*([built_in] if built_in else []), *folders])
+
+    def propose(self, ctx: ProposeContext) -> Series | Declined:
+        """The first series worth trying, or every reason why there is none."""
+        refusals: list[Refusal] = []
+        for finding, skill, entry in self._candidates(ctx):
+            answer = self._try(ctx, finding, skill, entry)
+            if isinstance(answer, Series):
+                return answer
+            refusals.append(Refusal(finding.id, skill.name, answer))
+        return Declined(self.name, tuple(refusals), "" if refusals else "no finding that a skill answers")
+
+    def _candidates(self, ctx: ProposeContext) -> Iterator[tuple[Finding, Skill, Entry | None]]:
+        """Pairs to try, best first: proven savings before bounds, then dearest finding, then the rule's order."""
+        pairs = []
+        for finding in ctx.findings:
+            if finding.status is not Status.FOUND:
+                continue
+            for order, skill in enumerate(self._answering(finding)):
+                entry = _entry_for(ctx.knowledge, skill)
+                proven = entry.expected_saving_us(ctx.budget.token_us) if entry else None
+                bound = finding.bound_us if finding.bound_us is not None else -1.0
+                saving = min(proven, bound) if proven is not None and bound >= 0 else proven
+                key = (saving is None, -(saving or 0.0), -bound, finding.id, order)
+                pairs.append((key, finding, skill, entry))
+        pairs.sort(key=lambda p: p[0])
+        return ((finding, skill, entry) for _, finding, skill, entry in pairs)
+
+    def _answering(self, finding: Finding) -> list[Skill]:
+        named = [self.skills[s] for s in finding.skills if s in self.skills]
+        volunteers = [s for s in self.skills.values() if s not in named and {finding.rule, finding.id} & set(s.answers)]
+        return [*named, *volunteers]
+
+    def _try(self, ctx: ProposeContext, finding: Finding, skill: Skill, entry: Entry | None) -> Series | str:
+        bound, token_us = finding.bound_us, ctx.budget.token_us
+        if finding.per == "token" and bound is not None and token_us and bound / token_us < ctx.budget.margin:
+            return f"its bound of {bound:.1f} us is {bound / token_us:.2%} of a token, below the margin of {ctx.budget.margin:.2%}"
+        if entry is not None and not entry.helps:
+            return f"accepted knowledge says that it does not help here ({entry.id}: {entry.why})"
+        why = "the pattern is not there"
+        for params in _variants(skill, entry):
+            if blocked := _blocked(ctx, finding, skill.name, params):
+                why = blocked
+                continue
+            rewrites = skillbook.run(skill, ctx.sources, {**_as_dict(finding), "params": params})
+            if isinstance(rewrites, str):
+                return rewrites
+            series = _series(ctx, finding, rewrites, params)
+            if isinstance(series, Series):
+                return series
+            why = series
+        return why
+
+
+def _variants(skill: Skill, entry: Entry | None) -> list[dict[str, Any]]:
+    """Parameter sets in the order of trying; those of an accepted entry come first."""
+    variants = skill.variants()
+    if entry is not None and entry.params:
+        first = {**variants[0], **entry.params}
+        variants = [first, *(v for v in variants if v != first)]
+    return variants
+
+
+def _entry_for(knowledge: Sequence[Entry], skill: Skill) -> Entry | None:
+    """The accepted entry about this skill; one that says it helps nothing outweighs one that says it does."""
+    about = [e for e in knowledge if e.mechanism == skill.name]
+    return min(about, key=lambda e: (e.helps, e.id)) if about else None
+
+
+def _blocked(ctx: ProposeContext, finding: Finding, mechanism: str, params: Mapping[str, Any]) -> str | None:
+    """Why history forbids this mechanism for this finding, or None."""
+    faultless = 0
+    for item in ctx.history:
+        if item.get("mechanism") != mechanism or finding.id not in item.get("finding_ids", ()):
+            continue
+        if params and item.get("params", {}) != dict(params):
+            continue
+        verdict, reason = item.get("verdict"), item.get("reason") or ""
+        where = f"attempt {item.get('attempt', '?')}"
+        if verdict == "parked":
+            return f"{where} is parked and waits for a person"
+        if reason in NOT_ITS_FAULT:
+            faultless += 1
+            if faultless >= 2:
+                return f"{where}: stopped twice by {reason}"
+        elif (verdict == "undecided" or reason in NO_EFFECT) and not _much_faster_since(ctx, item):
+            return f"{where}: {verdict} ({reason or 'effect too small to see'}), and the step is not much faster since"
+        elif verdict == "reject" and reason not in NO_EFFECT:
+            return f"{where}: rejected for {reason or 'an unknown reason'}"
+    return None
+
+
+def _much_faster_since(ctx: ProposeContext, item: HistoryItem) -> bool:
+    then, now = item.get("token_us"), ctx.budget.token_us
+    return bool(then and now and now <= AGAIN_WHEN_FASTER * then)
+
+
+def _series(ctx: ProposeContext, finding: Finding, rewrites: list[Rewrite], params: Mapping[str, Any]) -> Series | str:
+    """Patches of the rewrites, or why they cannot be offered."""
+    tried = {h["ast_hash"]: h for h in ctx.history if "ast_hash" in h and h.get("reason") not in NOT_ITS_FAULT}
+    if earlier := tried.get(ast_hash(rewrites[-1].after)):
+        return f"attempt {earlier.get('attempt', '?')} was this very program ({earlier.get('verdict')})"
+    patches: list[Patch] = []
+    before = dict(ctx.sources)
+    for rewrite in rewrites:
+        changed = {f: t for f, t in rewrite.after.items() if before.get(f) != t}
+        lines = changed_lines(before, changed)
+        if len(changed) > MAX_FILES or lines > MAX_LINES:
+            return f"{len(changed)} files and {lines} lines: over the envelope of {MAX_FILES} and {MAX_LINES}"
+        for file, text in changed.items():
+            if file.endswith(".py"):
+                try:
+                    compile(text, file, "exec", dont_inherit=True)
+                except SyntaxError as error:
+                    return f"codemod made {file} line {error.lineno} unparsable: {error.msg}"
+        edits = edits_from(before, changed)
+        assert apply_edits(before, edits) == rewrite.after  # what is offered is what the codemod made
+        patches.append(_patch(finding, rewrite, edits, params, last=rewrite is rewrites[-1]))
+        before = dict(rewrite.after)
+    return Series(tuple(patches), Playbook.name)
+
+
+def _patch(finding: Finding, rewrite: Rewrite, edits: Any, params: Mapping[str, Any], last: bool) -> Patch:
+    bound = finding.bound_us if finding.bound_us is not None else 0.0
+    predicted = rewrite.predicted_us if rewrite.predicted_us is not None else (bound if last else 0.0)
+    return Patch(
+        edits=edits,
+        finding_ids=(finding.id,),
+        mechanism=rewrite.mechanism,
+        predicted_us=max(0.0, min(predicted, bound)),
+        per=finding.per,
+        title=rewrite.title,
+        invariants=rewrite.invariants,
+        params={**params, **rewrite.params},
+        activation=rewrite.activation,
+    )
+
+
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    return {**dataclasses.asdict(finding), "status": finding.status.value}
