@@ -143,6 +143,7 @@ class Pair:
     guards: dict[str, tuple[float, float]] = field(default_factory=dict)  # metric -> (a, b), lower is better
     discarded: str | None = None  # a pre-registered reason
     seconds: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)  # environment of both arms, client cost, spreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ class Calibration:
     bias: float  # mean of paired log-ratios
     margin: float  # as a fraction: 0.02 = 2 %
     mde: float  # minimum detectable effect of the full procedure at 80 % power, as a fraction
+    guard_sds: dict[str, float] = field(default_factory=dict)  # metric -> SD of its paired log-ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,9 @@ class StageResult:
     pairs: int
     early: bool = False
     why: str = ""
+    reason: RejectReason | None = None  # when not passed; None: more pairs might have passed it (undecided)
+    parked: bool = False  # too good or unexplained: a person decides
+    facts: dict[str, Any] = field(default_factory=dict)  # guards with margins and power, other statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +222,4 @@ class Protocol:
     guard_cells: tuple[Cell, ...]
     warmup_steps: int
     full_gates: tuple[str, ...] | None = None  # None: all of gates.FULL
+    metric: str = "tpot"  # what a_us_per_token holds: a name of targets.METRICS
