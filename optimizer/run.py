@@ -1,0 +1,243 @@
+"""One run: its folder, its fixed request (`run.json`), its ledger and repository, and the arms it can launch.
+
+`run.json` is written once at the start and never changed; what happens afterwards is in the ledger (`state.py`
+reads it). Not for: the steps of an attempt (loop.py), nor budgets (budget.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from optimizer.ledger import Ledger
+from optimizer.runrepo import RunRepo
+from optimizer.serial import build, plain, write_json, write_text
+from optimizer.types import LaunchSpec, Pair, Target
+
+SCHEMA = 1
+METRICS = ("tok/s",)
+
+
+class RunError(Exception):
+    """A run folder that is missing, broken or not what was asked for; one clear line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What `--goal` asks for: `1.5x` is a factor over the first engine, `60` a value of the metric."""
+
+    kind: str  # "factor" or "value"
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.value:g}x" if self.kind == "factor" else f"{self.value:g} tok/s"
+
+
+def parse_goal(text: str) -> Goal:
+    """`1.5x` or `60`. Raises ValueError with the two valid forms."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(x?)", text.strip())
+    value = float(match[1]) if match else 0.0
+    if match is None or value <= 0 or (match[2] and value <= 1):
+        raise ValueError(f"{text!r}: give a factor above 1 such as 1.5x, or a number of tok/s such as 60")
+    return Goal("factor" if match[2] else "value", value)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets; None means no limit. Spent ones end the run."""
+
+    attempts: int | None = None
+    wall_minutes: float | None = None
+    consecutive_rejections: int | None = None
+    usd: float | None = None
+    gpu_minutes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for, as `run.json` keeps it. Everything a resumed run needs, and nothing that changes."""
+
+    id: str
+    created_utc: str
+    target_dir: Path
+    target: str  # name in target.toml
+    python: Path
+    model_dir: Path
+    metric: str
+    tp: int
+    device: str
+    dtype: str
+    agent: str
+    protocol: str
+    seed: int
+    limits: Limits
+    goal: Goal | None = None
+    devices: tuple[int, ...] = ()
+    sandbox: str = "auto"
+    sandbox_level: str | None = None
+    gates_digest: str | None = None
+    weights_sha256: str | None = None
+    weights_seed: int | None = None  # dummy weights, written by the optimiser from this
+    prompt_key: str = ""  # hex; the prompts of every evaluation follow from it and from the evaluation's name
+    root_commit: str = ""
+    snapshot_left_out: tuple[str, ...] = ()
+    model: dict[str, Any] = field(default_factory=dict)  # dimensions out of config.json
+    environment: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the proposer
+    schema: int = SCHEMA
+
+
+@dataclass(slots=True)
+class Run:
+    """A run's folder and what lies in it."""
+
+    dir: Path
+    request: Request
+    target: Target
+    ledger: Ledger
+    repo: RunRepo
+    stop_requested: bool = False  # set by SIGINT; the loop ends after the current step
+
+    @property
+    def base(self) -> str:
+        return self.request.root_commit
+
+    def spec(self, commit: str, name: str, label: str, tp: int | None = None) -> LaunchSpec:
+        """One arm: the tree of a commit, checked out at worktrees/<name>, with everything else as requested."""
+        want = self.request
+        return LaunchSpec(
+            tree=self.repo.tree(commit, name),
+            target=self.target,
+            python=want.python,
+            model_dir=want.model_dir,
+            tp=want.tp if tp is None else tp,
+            device=want.device,
+            devices=want.devices,
+            sandbox=want.sandbox,
+            label=label,
+        )
+
+    def attempt_dir(self, number: int) -> Path:
+        return self.dir / "attempts" / str(number)
+
+    # -- the pair in flight: what makes a killed pair visible -------------------------------------------------
+
+    @property
+    def _flight(self) -> Path:
+        return self.dir / "pair_in_flight.json"
+
+    def pair_begins(self, attempt: int | None, data: dict[str, Any]) -> None:
+        write_json(self._flight, {"attempt": attempt, "data": data})
+
+    def pair_ended(self, attempt: int | None, pair: Pair, key: str) -> None:
+        """The pair enters the ledger (and the attempt's own file); from now on it is never repeated."""
+        line = self.ledger.append("pair", attempt, {**plain(pair), "key": key})
+        if attempt is not None:
+            place = self.attempt_dir(attempt) / "pairs.jsonl"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(line["data"], sort_keys=True) + "\n")
+        self._flight.unlink(missing_ok=True)
+
+    def pair_interrupted(self) -> dict[str, Any] | None:
+        """Enter a pair that a killed process had begun as `interrupted`, once. Returns its data."""
+        if not self._flight.exists():
+            return None
+        flight = json.loads(self._flight.read_text("utf-8"))
+        data = flight["data"]
+        same = ("stage", "index", "key")
+        done = [line["data"] for line in self.ledger.lines() if line["kind"] == "pair"]
+        known = any(all(pair.get(k) == data.get(k) for k in same) for pair in done)
+        if not known:
+            empty = {"prompts_sha": "", "a_us_per_token": None, "b_us_per_token": None, "guards": {}}
+            self.ledger.append("pair", flight["attempt"], {**empty, **data, "discarded": "interrupted"})
+        self._flight.unlink()
+        return None if known else data
+
+
+def new_id(now: datetime | None = None) -> str:
+    """Sorts by time, and two runs started in one second differ."""
+    return f"{(now or datetime.now(UTC)):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def create(runs: Path, request: Request, target: Target, directory: Path | None = None) -> Run:
+    """Make the run's folder, repository, `run.json` and first ledger line. Raises RunError if it exists."""
+    place = directory or runs / request.id
+    if (place / "run.json").exists():
+        raise RunError(f"{place} already holds a run; `optimize resume {place}` goes on with it")
+    place.mkdir(parents=True, exist_ok=True)
+    repo = RunRepo(place / "repo.git", place / "worktrees")
+    snapshot = repo.create(target)
+    values = {**plain(request), "root_commit": snapshot.commit, "snapshot_left_out": list(snapshot.left_out)}
+    write_json(place / "run.json", values)
+    request = build(Request, values)
+    run = Run(place, request, target, Ledger(place / "ledger.jsonl"), repo)
+    _context(run)
+    shown = {k: v for k, v in values.items() if k != "prompt_key"}
+    run.ledger.append("run_started", None, {**shown, "files": snapshot.files})
+    return run
+
+
+def load(directory: Path) -> Run:
+    """Open an existing run. Raises RunError when it is not one, or was written by a later version."""
+    from optimizer.target import load_target
+
+    request = read_request(directory)
+    target = load_target(request.target_dir)
+    run = Run(
+        directory,
+        request,
+        target,
+        Ledger(directory / "ledger.jsonl"),
+        RunRepo(directory / "repo.git", directory / "worktrees"),
+    )
+    _context(run)
+    return run
+
+
+def read_request(directory: Path) -> Request:
+    """`run.json` of a run folder. Raises RunError."""
+    path = directory / "run.json"
+    if not path.is_file():
+        raise RunError(f"no run in {directory}")
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        if raw.get("schema") != SCHEMA:
+            raise RunError(f"{path}: schema {raw.get('schema')!r} is not known; valid: {SCHEMA}")
+        return build(Request, raw)
+    except ValueError as error:
+        raise RunError(f"{path}: {error}") from error
+
+
+def find(runs: Path, name: str | None) -> Path:
+    """The folder of a run given its id, a beginning of it, a path, or nothing (the newest). Raises RunError."""
+    if name and (Path(name) / "run.json").is_file():
+        return Path(name)
+    known = sorted(p.parent for p in runs.glob("*/run.json"))
+    if not known:
+        raise RunError(f"no runs in {runs}")
+    if name is None:
+        return known[-1]
+    found = [p for p in known if p.name.startswith(name)]
+    if len(found) != 1:
+        what = "no run" if not found else f"{len(found)} runs"
+        raise RunError(f"{what} in {runs} begin with {name!r}; there are: {', '.join(p.name for p in known[-5:])}")
+    return found[0]
+
+
+def _context(run: Run) -> None:
+    run.ledger.context.gates_digest = run.request.gates_digest
+    run.ledger.context.sandbox_level = run.request.sandbox_level
+    run.ledger.context.incumbent_commit = run.request.root_commit
+    run.ledger.context.env_hash = run.request.environment.get("hash")
+
+
+__all__ = [
+    "METRICS", "Goal", "Limits", "Request", "Run", "RunError", "create", "find", "load", "new_id", "parse_goal",
+    "read_request", "write_text",
+]  # fmt: skip
