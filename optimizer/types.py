@@ -116,6 +116,8 @@ class Stream:
     arrivals_ns: tuple[int, ...]  # one per token id
     usage: dict[str, int] | None
     error: str | None = None
+    status: int | None = None  # HTTP status
+    logprobs: tuple[Any, ...] | None = None  # one object per event, as the server sent it
 
 
 @dataclass(frozen=True, slots=True)

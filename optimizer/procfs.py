@@ -1,0 +1,80 @@
+"""What /proc says about processes of a candidate, read from outside.
+
+Not for: deciding anything. A process that is gone is an OSError or an empty answer, never a zero reading of a
+live one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`."""
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        parent = todo.pop()
+        with contextlib.suppress(OSError, ValueError):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                children = [int(c) for c in _read(f"/proc/{parent}/task/{task}/children").split()]
+                found += children
+                todo += children
+    return found
+
+
+def pss_bytes(pid: int) -> int:
+    """Proportional set size: shared pages divided among those who map them. Raises OSError when gone."""
+    for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessLookupError(pid)
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident set size; 0 for a process that is gone."""
+    with contextlib.suppress(OSError):
+        return int(_read(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def count(pid: int, kind: str) -> int:
+    """How many entries /proc/PID/`kind` has ("task": threads, "fd": open files). Raises OSError when gone."""
+    return len(os.listdir(f"/proc/{pid}/{kind}"))
+
+
+def runs(pid: int, executable: str, but_not: str) -> bool:
+    """True when `pid` runs this executable and no early argument ends in /`but_not`."""
+    with contextlib.suppress(OSError):
+        if os.readlink(f"/proc/{pid}/exe") == executable:
+            return not any(
+                part.endswith(f"/{but_not}") for part in _read(f"/proc/{pid}/cmdline").split("\0")[:5]
+            )
+    return False
+
+
+def maps(pid: int) -> set[str]:
+    """Files that the process has mapped; empty when it is gone."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in _read(f"/proc/{pid}/maps").splitlines():
+            parts = line.split(maxsplit=5)
+            if len(parts) == 6 and parts[5].startswith("/"):
+                found.add(parts[5])
+    return found
+
+
+def disk_used(folder: str | os.PathLike[str]) -> int:
+    """Bytes on disk below `folder`, links not followed."""
+    total = 0
+    for here, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(f"{here}/{name}").st_blocks * 512
+    return total
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as handle:
+        return handle.read()
