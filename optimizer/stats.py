@@ -74,6 +74,25 @@ def pooled_sd(x: ArrayLike, prior_sd: ArrayLike, prior_df: ArrayLike) -> tuple[A
     return np.maximum(both, own), np.where(own > both, n - 1.0, df)
 
 
+def winsorised_sd(x: ArrayLike, prior_sd: float, prior_df: float) -> tuple[float, float]:
+    """(SD, degrees of freedom) pooled with a prior, one extreme value on each side pulled in (n >= 5).
+
+    For guards: one hiccup in one launch must not make every latency guard undecidable. The factor
+    (n - 1) / (n - 3) makes the SD of the pulled-in sample an upward estimate of the plain one.
+    """
+    v = np.sort(_array(x).ravel())
+    n = v.size
+    if n < 2:
+        return (float(prior_sd), float(prior_df)) if prior_df > 0 else (float("nan"), 0.0)
+    if n >= 5:
+        v[0], v[-1] = v[1], v[-2]
+        own = float(sd(v)) * (n - 1) / (n - 3)
+    else:
+        own = float(sd(v))
+    df = n - 1 + prior_df
+    return float(np.sqrt(((n - 1) * own**2 + prior_df * prior_sd**2) / df)), float(df)
+
+
 def t_p(x: ArrayLike, threshold: ArrayLike, s: ArrayLike, df: ArrayLike) -> Array:
     """One-sided p of "the mean of x exceeds threshold", Student's t with the given SD and df."""
     x = _array(x)
@@ -128,3 +147,7 @@ def t_quantile(df: ArrayLike, p: float) -> Array:
 
 def normal_cdf(z: ArrayLike) -> Array:
     return special.ndtr(z)
+
+
+def beta_quantile(p: float, a: float, b: float) -> float:
+    return float(special.betaincinv(a, b, p))
