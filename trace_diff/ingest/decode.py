@@ -1,0 +1,63 @@
+"""The typed shape of one trace event, and its decoder. Not for: damaged text (repair), columns (columns)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct, field
+
+
+class Args(Struct, gc=False):
+    """The few arguments that become columns; all others stay in the text."""
+
+    correlation: Any = -1
+    external: Any = field(name="External id", default=-1)
+    external_old: Any = field(name="external id", default=-1)
+    stream: Any = -1
+    device: Any = -1
+
+
+class Event(Struct, gc=False):
+    """One trace event. Types are loose where writers disagree; ts and dur stay text (see numbers)."""
+
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Raw = Raw(b"")
+    dur: Raw = Raw(b"")
+    id: Any = None
+    args: Args | None = None
+
+
+_events = msgspec.json.Decoder(list[Event])
+_event = msgspec.json.Decoder(Event)
+
+
+def decode_events(text: bytes) -> list[Event]:
+    """Events of `text`, the inside of an array. Raises msgspec.DecodeError unless all of it is well formed."""
+    events = _events.decode(b"[" + text + b"]")
+    if not text.isascii():
+        text.decode()  # skipped fields are not checked by the decoder; UnicodeDecodeError is a ValueError
+    return events
+
+
+def decode_event(text: bytes) -> Event:
+    """One event; loose about the types of its fields. Raises msgspec.DecodeError or UnicodeDecodeError."""
+    if not text.isascii():
+        text.decode()
+    try:
+        return _event.decode(text)
+    except msgspec.ValidationError:
+        return _loosely(text)
+
+
+def _loosely(text: bytes) -> Event:
+    """An event whose `args` is no object, or that is no object itself."""
+    value = msgspec.json.decode(text)
+    if not isinstance(value, dict):
+        return Event()
+    value["args"] = None
+    return _event.decode(msgspec.json.encode(value))

@@ -1,0 +1,188 @@
+"""A trace file to a Trace: reads, splits, decodes, sorts, judges. Not for: several ranks (many)."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trace_diff.ingest import ranks
+from trace_diff.ingest.columns import Columns
+from trace_diff.ingest.link import fill_from_flows
+from trace_diff.ingest.notes import NoteBook
+from trace_diff.ingest.quarantine import Rows, judge
+from trace_diff.ingest.reader import Progress, TraceError, chunks
+from trace_diff.ingest.schema import DEVICE_KINDS, WORK_KINDS, kind_of
+from trace_diff.ingest.split import Splitter
+from trace_diff.ingest.store import ArgStore
+from trace_diff.ingest.trace import Trace
+from trace_diff.types import Events, Kind
+
+
+def load(path: str | Path, label: str | None = None, progress: Progress | None = None) -> Trace:
+    """Load one rank's trace (.json or .json.gz), as far as the file is good.
+
+    `progress` is called with (bytes read, bytes of the file). Raises TraceError, which names the file and the
+    byte, where there is no trace at all; damage is told in `Trace.notes` instead.
+    """
+    path = Path(path)
+    notes = NoteBook()
+    columns, store = Columns(), ArgStore()
+    splitter = Splitter(notes, lambda byte, why: TraceError(path, byte, why))
+    with _collector_off():
+        for chunk in chunks(path, notes, progress):
+            for batch in splitter.feed(chunk):
+                columns.add(batch.events)
+                store.add(batch.text)
+        for batch in splitter.close():
+            columns.add(batch.events)
+            store.add(batch.text)
+        return _build(path, label, columns, store, splitter.meta, notes)
+
+
+@contextmanager
+def _collector_off():
+    """The garbage collector walks every object that parsing makes, and finds nothing: 2 to 3 times the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _build(
+    path: Path, label: str | None, columns: Columns, store: ArgStore, meta: dict[str, Any], notes: NoteBook
+) -> Trace:
+    cats = [kind_of(c) for c in columns.cats]
+    kind = np.array([int(k) for k in cats], np.int8)[columns.column("cat", np.int32)] if cats else np.zeros(0, np.int8)
+    _name_unknown(columns, cats, kind, notes)
+    pid, tid = columns.column("pid", np.int32), columns.column("tid", np.int32)
+    track, tracks = _tracks(columns, pid, tid)
+    on_device = np.isin(kind, DEVICE_KINDS)
+    stream, device = _places(columns, kind, on_device, track, tracks)
+    rows = Rows(
+        ts=columns.column("ts"),
+        dur=columns.column("dur"),
+        kind=kind,
+        name=columns.column("name", np.int32),
+        stream=stream,
+        device=device,
+        bad=columns.column("bad", np.int8),
+    )
+    correlation = columns.column("correlation")
+    if columns.flows and (correlation[np.isin(kind, WORK_KINDS)] == -1).any():
+        fill_from_flows(correlation, rows, track, tracks, store, notes)
+    out = judge(rows, notes)
+    base = int(rows.ts[~out].min()) if (~out).any() else 0
+    external, at = columns.column("external"), columns.column("at")
+
+    def events(mask: np.ndarray) -> Events:
+        index = np.flatnonzero(mask)
+        order = index[np.lexsort((-rows.dur[index], rows.ts[index]))]
+        return Events(
+            ts_ns=rows.ts[order] - base,
+            dur_ns=np.maximum(rows.dur[order], 0),
+            kind=kind[order],
+            name=rows.name[order],
+            track=track[order],
+            stream=stream[order].astype(np.int32),
+            device=device[order].astype(np.int32),
+            correlation=correlation[order],
+            external_id=external[order],
+            args_at=at[order],
+        )
+
+    rank, world = ranks.from_meta(meta)
+    known = rank is not None
+    if rank is None:
+        rank = ranks.from_name(str(path))
+        notes.say(f"rank {rank} taken from the file name" if rank is not None else "no rank in the file or its name; taken as 0")
+        known = rank is not None
+    zero = meta.get("baseTimeNanoseconds")
+    good = events(~out)
+    if notes.truncated and len(good):
+        last = base + int((good.ts_ns + good.dur_ns).max())
+        notes.say(f"last good time: {last // 1000}.{last % 1000:03d} us")
+    return Trace(
+        path=str(path),
+        label=label or path.name.split(".")[0],
+        rank=rank or 0,
+        world_size=world,
+        events=good,
+        names=[n if isinstance(n, str) else str(n) for n in columns.names],
+        tracks=tracks,
+        base_ns=base + (zero if isinstance(zero, int) and abs(zero) < 1 << 62 else 0),
+        notes=notes.freeze(),
+        meta=meta,
+        quarantine=events(out),
+        store=store,
+        rank_known=known,
+        process_names=_process_names(columns, store),
+    )
+
+
+def _name_unknown(columns: Columns, cats: list[Kind], kind: np.ndarray, notes: NoteBook) -> None:
+    names = [str(c) for c, k in zip(columns.cats, cats, strict=True) if k == Kind.OTHER]
+    if names:
+        count = int((kind == Kind.OTHER).sum())
+        notes.say(f"{count} events of categories unknown to this tool, not counted: {', '.join(sorted(names))}")
+
+
+def _tracks(columns: Columns, pid: np.ndarray, tid: np.ndarray) -> tuple[np.ndarray, list[tuple[Any, Any]]]:
+    pids, tids = list(columns.pids), list(columns.tids)
+    pairs, track = np.unique(pid.astype(np.int64) * (len(tids) + 1) + tid, return_inverse=True)
+    named = [(_plain(pids[p // (len(tids) + 1)]), _plain(tids[p % (len(tids) + 1)])) for p in pairs.tolist()]
+    unique: dict[tuple[Any, Any], int] = {}
+    remap = np.array([unique.setdefault(pair, len(unique)) for pair in named], np.int32)
+    return (remap[track] if len(named) else track.astype(np.int32)), list(unique)
+
+
+def _plain(value: Any) -> int | str:
+    """A pid or tid as int where it is one, whatever way it was written."""
+    if isinstance(value, bool) or value is None:
+        return -1
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    text = str(value)
+    return int(text) if text.isdigit() and len(text) < 19 else text
+
+
+def _places(
+    columns: Columns, kind: np.ndarray, on_device: np.ndarray, track: np.ndarray, tracks: list[tuple[Any, Any]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Stream and device of device rows, from the arguments, else from tid and pid; -1 on host rows."""
+    stream, device = columns.column("stream"), columns.column("device")
+    from_tid = np.array([_digits(t) for _, t in tracks], np.int64) if tracks else np.zeros(0, np.int64)
+    from_pid = np.array([_digits(p) for p, _ in tracks], np.int64) if tracks else np.zeros(0, np.int64)
+    limit = 1 << 31
+    stream = np.where((stream == -1) | (abs(stream) >= limit), from_tid[track], stream)
+    device = np.where((device == -1) | (abs(device) >= limit), from_pid[track], device)
+    return np.where(on_device, stream, -1), np.where(on_device, device, -1)
+
+
+def _digits(value: int | str) -> int:
+    """7 of 7, "7", "stream 7"; -1 where there is no number that a column holds."""
+    if isinstance(value, int):
+        return value if abs(value) < 1 << 31 else -1
+    tail = value.rstrip()
+    k = len(tail)
+    while k and tail[k - 1].isdigit():
+        k -= 1
+    return int(tail[k:]) if 0 < len(tail) - k < 10 else -1
+
+
+def _process_names(columns: Columns, store: ArgStore) -> dict[int | str, str]:
+    names: dict[int | str, str] = {}
+    for event, at in columns.meta_events:
+        if event.name == "process_name":
+            name = store.get(at).get("name")
+            if isinstance(name, str):
+                names[_plain(event.pid)] = name
+    return names

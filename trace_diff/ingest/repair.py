@@ -1,0 +1,144 @@
+"""Damaged JSON text of events to events, as far as it can be read, with a count of what was mended and lost.
+
+The damage that writers really produce: unescaped backslashes and quotes, raw control characters, bytes that are
+not UTF-8, NaN and inf, values left out, stray commas, a cut in the middle. Not for: well-formed text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import msgspec
+
+from trace_diff.ingest.decode import Event, decode_event, decode_events
+from trace_diff.ingest.mend import Unmendable, mend
+
+_KEYS = rb"ph|cat|name|pid|tid|ts|dur|args|id|bp|s|cname|tts|tdur|sf"
+_START = re.compile(rb'[,\[}]\s*(\{)\s*"(?:' + _KEYS + rb')"\s*:')
+_TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
+_ARRAY_END = re.compile(rb'\}\s*,?\s*(\])\s*(?:,\s*"[^"\\]+"\s*:|\}\s*$|$)')
+_GROUP = 64
+_JOINS = 8
+
+
+@dataclass(slots=True)
+class Salvage:
+    """What came out of a damaged stretch of the array."""
+
+    events: list[Event] = field(default_factory=list)
+    texts: list[bytes] = field(default_factory=list)  # well-formed text of each event
+    repaired: int = 0
+    lost: int = 0
+    used: int = 0  # bytes of the stretch that are dealt with
+    array_end: int = -1  # offset of the array's closing bracket
+    cut: bool = False  # the last event is incomplete
+
+
+def salvage(text: bytes, final: bool) -> Salvage:
+    """Read the events of `text`, which starts between two elements. Unless `final`, the last one waits for more."""
+    out = Salvage()
+    first = text.find(b"{")
+    closing = text.find(b"]")
+    if first < 0 or (0 <= closing < first and text[:closing].strip(b" \t\r\n,") == b""):
+        out.array_end = closing
+        out.used = len(text) if first < 0 and closing < 0 else max(closing, 0)
+        return out
+    starts = [first] + [m.start(1) for m in _START.finditer(text, first + 1)]
+    limit = len(starts) if final else len(starts) - 1
+    bounds = [*starts, len(text)]
+    i = 0
+    while i < limit:
+        j = min(i + _GROUP, limit)
+        if not _group(text[bounds[i] : bounds[j]], out):
+            while i < j and out.array_end < 0 and not out.cut:
+                i = _segment(text, bounds, i, limit, final, out)
+            if out.array_end >= 0 or out.cut:
+                return out
+        i = max(i, j)
+        out.used = bounds[i]
+    return out
+
+
+def _group(text: bytes, out: Salvage) -> bool:
+    """A whole group at once: between two faults, the text is as good as any."""
+    text = text.rstrip(b" \t\r\n,")
+    try:
+        events = decode_events(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    out.events.extend(events)
+    out.texts.append(text)
+    return True
+
+
+def _segment(text: bytes, bounds: list[int], i: int, limit: int, final: bool, out: Salvage) -> int:
+    """Read the element that starts at bounds[i]; return the index of the next one."""
+    base = bounds[i]
+    segment = text[base : bounds[i + 1]].rstrip(b" \t\r\n,")
+    error = _try(segment, base, out)
+    if error is None:
+        return i + 1
+    if "truncated" in error:  # perhaps a start was guessed inside a string or an argument
+        for k in range(2, _JOINS):
+            if i + k > limit:
+                break
+            joined = text[base : bounds[i + k]].rstrip(b" \t\r\n,")
+            if "truncated" not in (problem := _try(joined, base, out) or ""):
+                if problem == "":
+                    return i + k
+                break
+    try:
+        mended, end, count = mend(segment)
+        event = decode_event(mended)
+    except (Unmendable, msgspec.DecodeError, UnicodeDecodeError):
+        _give_up(segment, base, final and i + 1 == limit, out)
+        return i + 1
+    _keep(event, mended, out)
+    out.repaired += max(count, 1)
+    _after(segment, end, base, out)
+    return i + 1
+
+
+def _try(segment: bytes, base: int, out: Salvage) -> str | None:
+    """Strict reading. None when the event was kept, else the decoder's complaint."""
+    try:
+        event = decode_event(segment)
+    except msgspec.DecodeError as error:
+        trailing = _TRAILING.search(str(error))
+        if trailing is None:
+            return str(error)
+        end = int(trailing.group(1))
+        try:
+            event = decode_event(segment[:end])
+        except (msgspec.DecodeError, UnicodeDecodeError) as again:
+            return str(again)
+        _keep(event, segment[:end], out)
+        _after(segment, end, base, out)
+        return None
+    except UnicodeDecodeError as error:
+        return str(error)
+    _keep(event, segment, out)
+    return None
+
+
+def _keep(event: Event, text: bytes, out: Salvage) -> None:
+    out.events.append(event)
+    out.texts.append(text)
+
+
+def _after(segment: bytes, end: int, base: int, out: Salvage) -> None:
+    """What follows the event in its segment: the array's end, or nothing that matters."""
+    rest = segment[end:].lstrip(b" \t\r\n,")
+    if rest.startswith(b"]"):
+        out.array_end = base + len(segment) - len(rest)
+
+
+def _give_up(segment: bytes, base: int, is_last: bool, out: Salvage) -> None:
+    """An event that cannot be read: cut off at the end of the file, or lost."""
+    out.lost += 1
+    ends = _ARRAY_END.search(segment)
+    if ends:
+        out.array_end = base + ends.start(1)
+    elif is_last:
+        out.cut = True

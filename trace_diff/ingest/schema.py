@@ -1,0 +1,55 @@
+"""What each Kineto category is, since torch 1.8, for every accelerator. Data; not for: names of operations."""
+
+from __future__ import annotations
+
+import re
+
+from trace_diff.types import Kind
+
+# Lower-cased `cat` -> Kind. 1.8-1.12 wrote Kernel, Memcpy, Memset, Runtime, Operator; ROCm, XPU and private
+# backends name their own runtimes; all are one kind. (libkineto/src/ActivityType.cpp, output_json.cpp)
+CATEGORIES: dict[str, Kind] = {
+    "kernel": Kind.KERNEL,
+    "concurrent_kernel": Kind.KERNEL,
+    "gpu_kernel": Kind.KERNEL,
+    "privateuse1_kernel": Kind.KERNEL,
+    "gpu_memcpy": Kind.MEMCPY,
+    "memcpy": Kind.MEMCPY,
+    "gpu_memset": Kind.MEMSET,
+    "memset": Kind.MEMSET,
+    "cpu_op": Kind.CPU_OP,
+    "operator": Kind.CPU_OP,
+    "python_function": Kind.PYTHON,
+    "user_annotation": Kind.ANNOTATION,
+    "gpu_user_annotation": Kind.GPU_ANNOTATION,
+    "cuda_sync": Kind.SYNC,
+    "xpu_sync": Kind.SYNC,
+    "hip_sync": Kind.SYNC,
+    "overhead": Kind.PROFILER,
+    "trace": Kind.PROFILER,
+    "cuda_profiler_range": Kind.PROFILER,
+    "runtime": Kind.RUNTIME,
+    "driver": Kind.DRIVER,
+}
+_RUNTIME = re.compile(r"[a-z0-9]+_runtime")
+_DRIVER = re.compile(r"[a-z0-9]+_driver")
+
+# Rows that live on a device track.
+DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET, Kind.GPU_ANNOTATION, Kind.SYNC)
+WORK_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
+
+# Flow categories that tie a launch to its device row.
+LAUNCH_FLOWS = frozenset({"ac2g", "async_cpu_to_gpu", "async_gpu", "async"})
+
+
+def kind_of(category: object) -> Kind:
+    """Kind of a `cat` value; Kind.OTHER for what no table knows (an unknown accelerator's own rows)."""
+    name = str(category).lower()
+    known = CATEGORIES.get(name)
+    if known is not None:
+        return known
+    if _RUNTIME.fullmatch(name):
+        return Kind.RUNTIME
+    if _DRIVER.fullmatch(name):
+        return Kind.DRIVER
+    return Kind.OTHER
