@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,7 @@ def load(path: Path) -> Skill:
     text = (path / "SKILL.md").read_text(encoding="utf-8")
     head, body = _front_matter(path, text)
     name, description = head.get("name"), head.get("description")
-    if name != path.name or not isinstance(description, str) or not description.strip():
+    if not isinstance(name, str) or name != path.name or not isinstance(description, str) or not description.strip():
         raise SkillError(f"{path}/SKILL.md: `name` must be {path.name!r} and `description` must say what it is for")
     metadata = head.get("metadata") or {}
     if not isinstance(metadata, dict):
@@ -113,7 +114,11 @@ def _load_codemod(path: Path) -> tuple[Callable[..., Any] | None, dict[str, tupl
     spec = importlib.util.spec_from_file_location(f"hotloop_skill_{path.name.replace('-', '_')}", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SkillError(f"{file}: cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(getattr(module, "propose", None)):
         raise SkillError(f"{file}: has no function `propose(sources, finding)`")
     params = getattr(module, "PARAMS", {})
