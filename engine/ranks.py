@@ -1,0 +1,108 @@
+"""Starts, watches and ends the processes of a tensor-parallel group.
+
+The serving process is rank 0. It imports torch once and forks the others before any CUDA call: a fork takes
+a tenth of a second, an import of torch more than one. Not for: what a rank computes (`worker.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from engine import parallel
+from engine.config import ConfigError, EngineConfig
+from engine.worker import Shutdown, Worker, serve_rank
+
+_PR_SET_PDEATHSIG = 1
+_EXIT_GRACE_S = 5.0
+
+
+class Ranks:
+    """The ranks above 0, seen from rank 0."""
+
+    def __init__(self, options: EngineConfig, rendezvous: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        self._connections: list[Any] = []
+        self._processes: list[Any] = []
+        self._stopping = threading.Event()
+        for rank in range(1, options.tp):
+            ours, theirs = context.Pipe()
+            self._connections.append(ours)
+            process = context.Process(
+                target=_rank_main,
+                args=(options, rank, rendezvous, theirs, list(self._connections), os.getpid()),
+                name=f"rank{rank}",
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+        if self._processes:
+            threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Tell every other rank."""
+        for connection in self._connections:
+            connection.send(message)
+
+    def gather(self) -> list[Any]:
+        """One answer from every other rank."""
+        return [connection.recv() for connection in self._connections]
+
+    def stop(self) -> None:
+        """Ask the ranks to leave, and kill those that do not."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self.send(Shutdown())
+        for process in self._processes:
+            process.join(_EXIT_GRACE_S)
+            if process.is_alive():
+                process.kill()
+
+    def _watch(self) -> None:
+        """A rank that dies takes the server with it: the others would wait for it in a collective for ever."""
+        gone = wait([process.sentinel for process in self._processes])
+        if self._stopping.is_set():
+            return
+        for process in self._processes:
+            if process.sentinel in gone:
+                process.join()
+                sys.stderr.write(f"{process.name} died (exit code {process.exitcode}); the server stops\n")
+        for process in self._processes:
+            process.kill()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _rank_main(
+    options: EngineConfig, rank: int, rendezvous: Path, connection: Any, inherited: list[Any], parent: int
+) -> None:
+    for other in inherited:  # rank 0's ends: kept open here they would hide its death
+        other.close()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 says when to leave
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        worker = Worker(options, rank, rendezvous)
+        connection.send("ready")
+        serve_rank(worker, connection)
+        parallel.leave()
+    except ConfigError as error:
+        sys.stderr.write(f"rank {rank}: {error}\n")
+        sys.exit(2)
+    except EOFError:  # rank 0 is gone
+        os._exit(1)
+    except BaseException:
+        sys.stderr.write(f"rank {rank} failed:\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        os._exit(1)
