@@ -102,6 +102,9 @@ class Cell:
     new_tokens: int
     concurrency: int = 1
     requests: int = 1
+    kind: str = "text"  # of its prompts: a name of targets.KINDS
+    arrivals_per_s: float | None = None  # open loop: Poisson arrivals at this rate, whatever is still running
+    slo_ms: tuple[float, float] | None = None  # (TTFT, mean TPOT) that a good request keeps; None: from arm a
 
 
 @dataclass(frozen=True, slots=True)
