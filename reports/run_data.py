@@ -73,6 +73,11 @@ class Attempt:
         return str(self.proposed[-1].get("per", "token")) if self.proposed else "token"
 
     @property
+    def key(self) -> str | None:
+        """AST hash of the judged program: the end of the series."""
+        return self.proposed[-1].get("ast_hash") if self.proposed else None
+
+    @property
     def finding_ids(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(f) for p in self.proposed for f in p.get("finding_ids") or ()))
 
@@ -208,7 +213,7 @@ def chain(lines: list[dict[str, Any]]) -> bool | None:
     for line in lines:
         rest = {k: v for k, v in line.items() if k != "hash"}
         text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        if line.get("hash") != hashlib.sha256(text.encode()).hexdigest() or line.get("prev") != before:
+        if line.get("hash") != hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() or line.get("prev") != before:
             return False
         before = line["hash"]
     return True
@@ -223,22 +228,25 @@ def _attempts(directory: Path, lines: list[dict[str, Any]]) -> list[Attempt]:
             continue
         if kind not in ("proposed", "gate", "pair", *_STAGES, *_OUTCOMES):
             continue
-        if kind == "pair" and data.get("stage") not in ("screen", "decide", "confirm", "ablate"):
-            continue
         attempt = found.setdefault(number, Attempt(number))
         attempt.started = attempt.started or line.get("t_utc")
         attempt.ended = line.get("t_utc")
         if kind == "proposed":
             attempt.proposed.append(data)
         elif kind == "gate":
-            attempt.gates.append(data)
+            if data.get("gate") != "all":  # the loop's own mark that a whole stage passed
+                attempt.gates.append(data)
         elif kind == "pair":
             attempt.pairs.append(data)
         elif kind in _STAGES:
             attempt.stages[_STAGES[kind]] = data
         else:
             attempt.outcome, attempt.verdict = str(kind), data
+    booked = [p for a in found.values() for p in a.pairs]
     for attempt in found.values():
+        if attempt.key and any(p.get("key") == attempt.key for p in booked):
+            # Alpha is booked on the program: a retry of the same one goes on with the pairs that it already has.
+            attempt.pairs = [p for p in booked if p.get("key") == attempt.key]
         attempt.patches = _patches(directory / "attempts" / str(attempt.number) / "patch.json")
     return [found[n] for n in sorted(found)]
 

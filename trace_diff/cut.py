@@ -108,8 +108,7 @@ def split(path: Path) -> tuple[dict[str, msgspec.Raw], list[msgspec.Raw]]:
 
 def _rows(path: Path, raws: Sequence[msgspec.Raw]) -> Iterator[_Row]:
     decoder = msgspec.json.Decoder(_Event)
-    at = 0
-    for raw in raws:
+    for at, raw in enumerate(raws):
         try:
             event = decoder.decode(raw)
             start = _ns(event.ts)
@@ -118,7 +117,6 @@ def _rows(path: Path, raws: Sequence[msgspec.Raw]) -> Iterator[_Row]:
             raise CutError(f"{path}: event {at} cannot be read: {error}") from None
         correlation = event.args.correlation if event.args else None
         yield _Row(raw, event.ph, event.cat or "", start, end, -1 if correlation is None else correlation, event.id)
-        at += 1
 
 
 def _is_device(cat: str) -> bool:
@@ -189,19 +187,32 @@ def write(path: Path, top: dict[str, msgspec.Raw], events: Sequence[msgspec.Raw]
     path.write_bytes(data)
 
 
-def cut(src: Path, out: Path, *, prefill: int = 1, decode: int = 4, command: str | None = None) -> CutReport:
-    """Write the chosen steps of `src` to `out`. Raises CutError, naming the file and the reason."""
+def cut(
+    src: Path,
+    out: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 4,
+    control_step_us: float | None = None,
+    command: str | None = None,
+) -> CutReport:
+    """Write the chosen steps of `src` to `out`. Raises CutError, naming the file and the reason.
+
+    `control_step_us` (wall of a step of this cell without the profiler) is kept in the new file, where
+    `api.analyse` looks for it.
+    """
     from trace_diff import ingest, windows
 
     trace = ingest.load(src)
+    every = windows.steps(trace)
     try:
-        steps = choose(windows.steps(trace), prefill, decode)
+        steps = choose(every, prefill, decode)
     except CutError as error:
         raise CutError(f"{src}: {error}") from None
     top, raws = split(src)
     rows = list(_rows(src, raws))
-    shift = _shift(rows, trace)
-    later = [s.start_ns for s in windows.steps(trace) if s.start_ns >= steps[-1].start_ns and s not in steps]
+    shift = trace.base_ns - int(trace.meta.get("baseTimeNanoseconds") or 0)  # columns start at the first event
+    later = [s.start_ns for s in every if s.start_ns >= steps[-1].end_ns]
     end = min(later, default=max(r.end_ns for r in rows) - shift + 1)
     kept = keep(rows, steps[0].start_ns + shift, end + shift)
     report = CutReport(
@@ -213,5 +224,7 @@ def cut(src: Path, out: Path, *, prefill: int = 1, decode: int = 4, command: str
         events=len(kept),
         parent_events=len(raws),
     )
+    if control_step_us is not None:
+        top["control_step_us"] = msgspec.Raw(msgspec.json.encode(control_step_us))
     write(out, top, kept, report)
     return report

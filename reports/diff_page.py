@@ -1,0 +1,341 @@
+"""The view of a comparison: the tables that terminal, Markdown and HTML all show, as plain values.
+
+Built from `trace_diff`'s Diff, Analyses and Findings; formats and sorts, computes nothing that they do not
+say. Not for: drawing (templates, `terminal`), timelines (`timeline`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reports import palette
+from reports.text import micro
+
+if TYPE_CHECKING:
+    from trace_diff.analysis import Analysis
+    from trace_diff.compare import CategoryRow, Diff
+    from trace_diff.groups import GroupCell, GroupRow
+    from trace_diff.types import Breakdown, Finding
+
+SMALL = 0.002  # rows below this share of every engine's wall are summed into one
+KINDS = {
+    "wall": ("Where the step's wall time goes", "Parts sum to the wall time of the rank that sets the pace."),
+    "gpu": ("GPU work by category", "Summed kernel time per step; overlaps with the table above."),
+    "cpu": ("Host time by category", "Self time of the step thread per step; overlaps with the first table."),
+}
+_COUNT_ORDER = ("kernel_launches", "graph_launches", "host_reads", "d2h_copies", "h2d_copies", "allocations", "collectives")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One number of one engine: `text`, a smaller `sub`, and its share of the engine's wall."""
+
+    text: str
+    sub: str = ""
+    share: float | None = None
+    best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    name: str
+    cells: tuple[Cell, ...]
+    colour: str = ""
+    role: str = ""  # "sum", "group" or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    title: str
+    note: str
+    columns: tuple[str, ...]
+    lines: tuple[Line, ...]
+    first: str = ""  # head of the first column
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    label: str
+    facts: str
+    wall: str
+    relative: str  # to the first engine
+    busy: str
+    observer: str
+    notes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class DiffPage:
+    phase: str
+    engines: list[Engine]
+    tables: list[Table]
+    layers: Table | None
+    sentences: list[str]
+    context: Table | None
+    kernels: list[Table] = field(default_factory=list)
+    syncs: list[Table] = field(default_factory=list)
+    ranks: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    timeline: Any = None  # reports.timeline.Timeline, where it was asked for
+
+
+def words(category: str) -> str:
+    """`idle.host_late` -> `idle: host late`; `gpu.gemm` -> `gpu: gemm`."""
+    head, _, tail = category.partition(".")
+    return f"{head}: {tail.replace('_', ' ')}" if tail else head.replace("_", " ")
+
+
+def build(diff: Diff, analyses: Sequence[Analysis] = ()) -> DiffPage:
+    """The whole view. Without `analyses` there are no kernel, sync and rank tables."""
+    shown = {e.label for e in diff.engines}
+    kept = [a for a in analyses if a.label in shown]
+    page = DiffPage(
+        phase=str(diff.engines[0].cell.get("phase") or "step"),
+        engines=[_engine(diff, i) for i in range(len(diff.engines))],
+        tables=[*_category_tables(diff), *_count_table(diff)],
+        layers=layer_table(diff.layers, [e.label for e in diff.engines]) if diff.layers else None,
+        sentences=_sentences(diff),
+        context=_context(diff),
+        notes=[*diff.notes, *_coverage(diff)],
+    )
+    page.kernels = [t for a in kept if (t := _kernels(a))]
+    page.syncs = [t for a in kept if (t := _syncs(a))]
+    page.ranks = [t for a in kept if (t := _ranks(a))]
+    return page
+
+
+def _engine(diff: Diff, at: int) -> Engine:
+    e, base = diff.engines[at], diff.engines[0]
+    cell = e.cell
+    facts = [
+        str(cell.get("device") or ""),
+        f"TP={cell['tp']}" if cell.get("tp") else "",
+        f"batch {cell['batch']}" if cell.get("batch") else "",
+        f"{cell['layers']} layers" if cell.get("layers") else "",
+        str(cell.get("dtype") or ""),
+        f"mean of {e.steps} step{'s' if e.steps != 1 else ''}, rank {e.rank} of {e.ranks}",
+    ]
+    relative = "" if not at or not base.wall_us else f"{e.wall_us / base.wall_us:.2f} of {base.label}"
+    notes = (*e.notes, *((f"taken as equal: {', '.join(e.assumed)}",) if e.assumed else ()))
+    busy = "" if e.gpu_busy_us is None or not e.wall_us else f"GPU busy {e.gpu_busy_us / e.wall_us:.0%}"
+    return Engine(
+        e.label, ", ".join(f for f in facts if f), micro(e.wall_us), relative, busy, _observer(e.observer), notes
+    )
+
+
+def _observer(observer: dict[str, Any]) -> str:
+    control, ratio = observer.get("control_us"), observer.get("ratio")
+    if not control or not ratio:
+        return "no timing without the profiler"
+    kind = "perturbed" if observer.get("perturbed") else "not perturbed"
+    return f"{micro(control)} without the profiler ({ratio:.2f}x, {kind})"
+
+
+def _category_tables(diff: Diff) -> list[Table]:
+    columns = tuple(e.label for e in diff.engines)
+    walls = [e.wall_us for e in diff.engines]
+    tables = []
+    for kind, (title, note) in KINDS.items():
+        rows = [r for r in diff.rows if r.kind == kind]
+        if not rows or not any(v for r in rows for v in r.us):
+            continue
+        big = [r for r in rows if _weight(r, walls) >= SMALL]
+        small = [r for r in rows if _weight(r, walls) < SMALL]
+        lines = [_category(r, walls) for r in sorted(big, key=lambda r: -_weight(r, walls))]
+        if small and any(v for r in small for v in r.us):
+            rest = [sum(r.us[i] or 0 for r in small) for i in range(len(columns))]
+            lines.append(Line(f"{len(small)} smaller rows", tuple(_time(v, w) for v, w in zip(rest, walls, strict=True))))
+        if kind == "wall":
+            lines.append(Line("wall", tuple(Cell(micro(w), "100 %") for w in walls), role="sum"))
+        else:
+            sums = [sum(r.us[i] or 0 for r in rows) if any(r.us[i] is not None for r in rows) else None
+                    for i in range(len(columns))]  # fmt: skip
+            lines.append(Line("sum", tuple(_time(v, w) for v, w in zip(sums, walls, strict=True)), role="sum"))
+        tables.append(Table(title, note, columns, tuple(lines), "category"))
+    return tables
+
+
+def _weight(row: CategoryRow, walls: Sequence[float]) -> float:
+    return max((v or 0) / w if w else 0 for v, w in zip(row.us, walls, strict=True))
+
+
+def _category(row: CategoryRow, walls: Sequence[float]) -> Line:
+    known = [v for v in row.us if v is not None]
+    best = min(known) if len(known) > 1 else None
+    cells = tuple(_time(v, w, best=v is not None and v == best) for v, w in zip(row.us, walls, strict=True))
+    return Line(words(row.category), cells, palette.colour(row.category))
+
+
+def _time(us: float | None, wall: float, best: bool = False) -> Cell:
+    if us is None:
+        return Cell("n/a")
+    share = us / wall if wall else 0.0
+    return Cell(micro(us) if us else "0", percent(share), min(share, 1.0), best and us > 0)
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
+
+
+def _count_table(diff: Diff) -> list[Table]:
+    names = list(dict.fromkeys(n for e in diff.engines for n in e.counts))
+    names.sort(key=lambda n: (_COUNT_ORDER.index(n) if n in _COUNT_ORDER else 99, n))
+    lines = [
+        Line(n.replace("_", " "), tuple(Cell(count(e.counts.get(n))) for e in diff.engines))
+        for n in names
+        if any(e.counts.get(n) for e in diff.engines)
+    ]
+    columns = tuple(e.label for e in diff.engines)
+    return [Table("Counts per step", "", columns, tuple(lines), "what")] if lines else []
+
+
+def count(value: float | None) -> str:
+    if value is None:
+        return "n/a"
+    return f"{value:,.0f}" if abs(value - round(value)) < 0.05 else f"{value:,.1f}"
+
+
+def layer_table(rows: Sequence[GroupRow], labels: Sequence[str]) -> Table:
+    """Aligned groups in execution order, per layer inside layers: kernels, time, and the gap in front of them."""
+    lines, where = [], None
+    for row in rows:
+        if row.where != where:
+            where = row.where
+            text = f"one layer, mean of {row.layers}" if where == "layer" else where
+            lines.append(Line(text, (), role="group"))
+        share = row.layers if row.where == "layer" else 1
+        best = min((c.us for c in row.cells if c.count), default=None)
+        cells = tuple(_group(c, share, best) for c in row.cells)
+        lines.append(Line(row.label, cells, palette.colour(row.classes[0]) if row.classes else ""))
+    note = "Products anchor the alignment, so rows compare even where names and fusion differ."
+    return Table("Layer by layer", note, tuple(labels), tuple(lines), "work")
+
+
+def _group(cell: GroupCell, share: int, best: float | None) -> Cell:
+    if not cell.count:
+        return Cell("–")
+    number = count(cell.count / share)
+    sub = f"{number} kernel{'' if number == '1' else 's'}"
+    if cell.gap_us / share >= 0.05:
+        sub += f", gaps {micro(cell.gap_us / share)}"
+    return Cell(micro(cell.us / share), sub, best=cell.us == best)
+
+
+def _sentences(diff: Diff, limit: int = 5) -> list[str]:
+    """The groups in which another engine launches fewer kernels and is faster, dearest first."""
+    found: list[tuple[float, str]] = []
+    for row in diff.layers:
+        if row.anchor or not row.cells[0].count:
+            continue
+        for at, cell in enumerate(row.cells[1:], 1):
+            saved = row.cells[0].us + row.cells[0].gap_us - cell.us - cell.gap_us
+            if cell.count and saved > 0 and row.cells[0].count > cell.count:
+                found.append((saved, row.sentence(0, at)))
+    return [s for _, s in sorted(found, key=lambda f: -f[0])[:limit]]
+
+
+def _coverage(diff: Diff) -> list[str]:
+    if not diff.coverage:
+        return []
+    text = ", ".join(f"{label} {share:.1%}" for label, share in diff.coverage.items())
+    return [f"Share of work time in aligned layer rows: {text}."]
+
+
+def _context(diff: Diff) -> Table | None:
+    if not diff.context:
+        return None
+    names = list(dict.fromkeys(n for c in diff.context for n, v in c.counts.items() if v))
+    names.sort(key=lambda n: (_COUNT_ORDER.index(n) if n in _COUNT_ORDER else 99, n))
+    names = names[:8]
+    lines = tuple(
+        Line(c.label, (*(Cell(count(c.counts.get(n))) for n in names), Cell("; ".join(c.reasons)))) for c in diff.context
+    )
+    columns = (*(n.replace("_", " ") for n in names), "not compared because")
+    note = "Another cell was measured: counts per step only, no times, no findings, no difference."
+    return Table("Context: structure only", note, columns, lines, "trace")
+
+
+def _kernels(a: Analysis, limit: int = 12) -> Table | None:
+    """The dearest names of the typical step."""
+    seq = a.sequence
+    if seq is None or not len(seq):
+        return None
+    per: dict[str, list[float]] = {}
+    for name, dur in zip(seq.names, seq.dur_ns.tolist(), strict=True):
+        entry = per.setdefault(name, [0, 0.0])
+        entry[0] += 1
+        entry[1] += dur / 1000
+    classes = dict(zip(seq.names, seq.classes, strict=True))
+    whole = sum(us for _, us in per.values()) or 1.0
+    top = sorted(per.items(), key=lambda kv: -kv[1][1])[:limit]
+    lines = tuple(
+        Line(kernel_name(n), (Cell(count(c)), Cell(micro(us), percent(us / whole)), Cell(micro(us / c))), palette.colour(classes[n]))
+        for n, (c, us) in top
+    )
+    what = "kernels" if seq.device == "gpu" else "operators"
+    return Table(f"Top {what}: {a.label}", "", ("per step", "time per step", "each"), lines, what[:-1])
+
+
+def kernel_name(name: str) -> str:
+    """A C++ kernel name without return type, arguments and the longer template parameters."""
+    text = re.sub(r"^(void|at::native::)\s*", "", name.strip())
+    text = re.sub(r"\(.*$", "", text) if "<" in text or text.endswith(")") else text
+    return text if len(text) <= 110 else text[:109] + "…"
+
+
+def _syncs(a: Analysis, limit: int = 10) -> Table | None:
+    syncs = sorted(a.breakdown.syncs, key=lambda s: (-s.starves_ns, -s.blocked_ns))[:limit]
+    if not syncs:
+        return None
+    lines = tuple(
+        Line(s.op, (Cell(s.site or "no stack recorded"), Cell(count(s.per_step)), Cell(micro(s.blocked_ns / 1000)),
+                    Cell(micro(s.starves_ns / 1000)))) for s in syncs
+    )  # fmt: skip
+    note = "Only the time that starves the GPU could be saved."
+    return Table(f"Host waits: {a.label}", note, ("where", "per step", "host blocked", "starves the GPU"), lines, "call")
+
+
+def _ranks(a: Analysis) -> Table | None:
+    if len(a.breakdowns) < 2:
+        return None
+    lines = tuple(_rank(r, b, a.slowest) for r, b in sorted(a.breakdowns.items()))
+    note = "Waiting is time spent in collectives for peers that arrive later; transfer is the rest."
+    columns = ("step wall", "GPU busy", "collectives", "waiting", "transfer")
+    return Table(f"Ranks: {a.label}", note, columns, lines, "rank")
+
+
+def _rank(rank: int, b: Breakdown, slowest: int) -> Line:
+    def total(values: Iterable[float | None]) -> float | None:
+        known = [v for v in values if v is not None]
+        return sum(known) / 1000 if known else None
+
+    wall, wait = total(c.wall_ns for c in b.collectives), total(c.wait_ns for c in b.collectives)
+    move = total(c.transfer_ns for c in b.collectives)
+    busy = None if b.gpu_busy_ns is None else b.gpu_busy_ns / 1000
+    cells = tuple(Cell("n/a" if v is None else micro(v)) for v in (b.wall_ns / 1000, busy, wall, wait, move))
+    return Line(f"{rank}{' (sets the pace)' if rank == slowest else ''}", cells)
+
+
+def order(findings: Iterable[Finding]) -> list[Finding]:
+    """Found first, dearest first; then what could not be looked at; then what is not there."""
+    rank = {"found": 0, "could_not_look": 1, "not_found": 2}
+    return sorted(findings, key=lambda f: (rank[str(f.status)], -(f.bound_us or 0.0), f.id))
+
+
+def evidence_keys(rows: Sequence[dict[str, Any]], limit: int = 6) -> list[str]:
+    """Columns of an evidence table: the keys that occur, in order of appearance."""
+    return list(dict.fromkeys(k for row in rows[:20] for k in row))[:limit]
+
+
+def evidence_value(value: object) -> str:
+    """One evidence value as text; numbers with few digits."""
+    if isinstance(value, bool) or value is None:
+        return "" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(evidence_value(v) for v in value[:8])
+    return str(value)

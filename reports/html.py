@@ -1,0 +1,137 @@
+"""Self-contained HTML pages: one per run, one per comparison. No network, no script, same input, same bytes.
+
+All text goes through the template engine's escaping and is clipped, so names from traces and patches can be
+hostile. Not for: the numbers (`run_page`, `diff_page`), figures (`figures`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from reports import diff_page, figures, markdown, run_data, run_page, run_traces, timeline
+from reports.text import clip, micro
+
+if TYPE_CHECKING:
+    from trace_diff.analysis import Analysis
+    from trace_diff.compare import Diff
+    from trace_diff.types import Finding
+
+_TEMPLATES = Path(__file__).resolve().parent / "templates"
+_DIFF_LINES, _DIFF_WIDTH = 400, 400
+
+
+def _diff(edit: dict[str, str]) -> Markup:
+    """An edit as removed and added lines."""
+    out = []
+    for sign, css, text in (("-", "del", edit["old"]), ("+", "add", edit["new"])):
+        lines = text.splitlines()
+        for line in lines[:_DIFF_LINES]:
+            out.append(Markup('<span class="{}">{} {}</span>').format(css, sign, clip(line, _DIFF_WIDTH)))
+        if len(lines) > _DIFF_LINES:
+            out.append(escape(f"{sign} … {len(lines) - _DIFF_LINES:,} more lines"))
+    return Markup("\n").join(out)
+
+
+def _environment() -> jinja2.Environment:
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.filters |= {
+        "clip": clip,
+        "diff": _diff,
+        "micro": micro,
+        "toks": run_page.tok_s,
+        "keys": diff_page.evidence_keys,
+        "value": diff_page.evidence_value,
+    }
+    return env
+
+
+def _render(template: str, out: Path, **values: Any) -> None:
+    css = Markup((_TEMPLATES / "style.css").read_text("utf-8"))
+    text = _environment().get_template(template).render(css=css, **values)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # A lone surrogate (a name that was not UTF-8) must not stop a report.
+    out.write_bytes(text.encode("utf-8", "replace"))
+
+
+def _svg(figure: Any) -> Markup:
+    return Markup(figures.svg(figure))
+
+
+def comparison(
+    diff: Diff,
+    findings: Iterable[Finding],
+    out: Path,
+    *,
+    analyses: Sequence[Analysis] = (),
+    title: str = "",
+    intro: Sequence[str] = (),
+    published: diff_page.Table | None = None,
+) -> Path:
+    """Write one comparison to `out` (an .html file). With `analyses` it has timelines, kernels, syncs and ranks."""
+    page = diff_page.build(diff, analyses)
+    page.timeline = timeline.build(analyses, {e.label for e in diff.engines})
+    labels = [e.label for e in diff.engines]
+    _render(
+        "comparison.html.j2",
+        out,
+        title=title or " against ".join(labels[:2]) + (f" and {len(labels) - 2} more" if len(labels) > 2 else ""),
+        subtitle=page.engines[0].facts,
+        intro=list(intro),
+        diff=page,
+        findings=diff_page.order(findings),
+        published=published,
+    )
+    return out
+
+
+def run_report(run_dir: Path, out: Path) -> Path:
+    """Write `index.html`, `report.md` and the figures as PNG into folder `out`; returns the HTML file.
+
+    Reads ledger.jsonl, run.json, attempts/*/patch.json and traces only. A run that was stopped early still
+    gives a report that says so. Raises run_data.RunError when there is no ledger.
+    """
+    run = run_data.read(run_dir)
+    page = run_page.build(run)
+    traces = run_traces.load(run)
+    out.mkdir(parents=True, exist_ok=True)
+    drawn: dict[str, Any] = {"waterfall": None, "calibration": None}
+    if page.waterfall:
+        start, steps, final = page.waterfall
+        drawn["waterfall"] = figures.waterfall(start, steps, final, page.references)
+    if page.predictions:
+        drawn["calibration"] = figures.calibration(page.predictions)
+    diff = None
+    if traces.diff is not None:
+        diff = diff_page.build(traces.diff, traces.analyses)
+        diff.timeline = timeline.build(traces.analyses, {e.label for e in traces.diff.engines})
+        if diff.timeline:
+            drawn["timeline"] = figures.timeline(diff.timeline)
+    pictures = {name: f for name, f in drawn.items() if f is not None}
+    for name, figure in pictures.items():
+        (out / f"{name}.png").write_bytes(figures.png(figure))
+    text = markdown.run(page, diff, traces.findings, traces.notes, pictures=tuple(pictures))
+    (out / "report.md").write_bytes(text.encode("utf-8", "replace"))
+    target = out / "index.html"
+    _render(
+        "run.html.j2",
+        target,
+        title=page.title,
+        page=page,
+        diff=diff,
+        findings=diff_page.order(traces.findings),
+        notes=traces.notes,
+        waterfall=_svg(drawn["waterfall"]) if drawn["waterfall"] else None,
+        calibration=_svg(drawn["calibration"]) if drawn["calibration"] else None,
+    )
+    return target

@@ -1,0 +1,83 @@
+"""The traces of a run folder as a comparison: the first engine, the last one, and references of the same run.
+
+`traces/<name>/rank<r>.json.gz`, where name is "baseline", an attempt's number or a reference engine's. Damaged
+or missing traces become a note, never an error: a report must come out of every run. Not for: the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reports.run_data import Run
+
+if TYPE_CHECKING:
+    from trace_diff.analysis import Analysis
+    from trace_diff.compare import Diff
+    from trace_diff.types import Finding
+
+BASELINE = "baseline"
+MAX_STEPS_SHOWN = 4  # accepted engines between the first and the last
+
+
+@dataclass(frozen=True, slots=True)
+class RunTraces:
+    analyses: tuple[Analysis, ...] = ()
+    diff: Diff | None = None
+    findings: tuple[Finding, ...] = ()  # of the last engine
+    notes: tuple[str, ...] = ()
+
+
+def _folders(run: Run) -> list[tuple[str, Path]]:
+    """(label, folder): the first engine, accepted ones in order (the last always), then references."""
+    root = run.directory / "traces"
+    if not root.is_dir():
+        return []
+    found = [("first engine", root / BASELINE)] if (root / BASELINE).is_dir() else []
+    accepted = [
+        (f"after {a.number} {a.mechanism}"[:60], root / str(a.number))
+        for a in run.accepted
+        if (root / str(a.number)).is_dir()
+    ]
+    found += accepted[-MAX_STEPS_SHOWN:]
+    others = sorted(p for p in root.iterdir() if p.is_dir() and p.name != BASELINE and not p.name.isdigit())
+    return found + [(_reference_label(run, p), p) for p in others]
+
+
+def _reference_label(run: Run, folder: Path) -> str:
+    for data in run.kinds.get("captured", ()):
+        if folder.name in (data.get("folder"), data.get("label")) and data.get("title"):
+            return str(data["title"])[:60]
+    return {"hf": "Hugging Face", "vllm": "vLLM"}.get(folder.name, folder.name)[:60]
+
+
+def load(run: Run) -> RunTraces:
+    """Analyse what is there; every failure is a note that names the folder."""
+    folders = _folders(run)
+    if not folders:
+        return RunTraces(notes=("The run folder holds no traces: no timeline and no side-by-side table.",))
+    from trace_diff import api
+    from trace_diff.ingest import TraceError
+
+    analyses, notes = [], []
+    for label, folder in folders:
+        files = sorted(folder.glob("*.json")) + sorted(folder.glob("*.json.gz"))
+        try:
+            if not files:
+                notes.append(f"traces/{folder.name}: no trace files")
+                continue
+            analyses.append(api.analyse(api.load(_as_paths(files), label)))
+        except (TraceError, ValueError, OSError) as error:
+            notes.append(f"traces/{folder.name}: {error}")
+    if not analyses:
+        return RunTraces(notes=tuple(notes))
+    last = max((i for i, a in enumerate(analyses) if a.label.startswith("after")), default=0)
+    references = [a for i, a in enumerate(analyses) if i > last]
+    found = api.find(analyses[last], references)
+    return RunTraces(tuple(analyses), api.compare(analyses), tuple(found), tuple(notes))
+
+
+def _as_paths(files: Sequence[Path]) -> list[str | Path]:
+    return list(files)
