@@ -1,0 +1,352 @@
+"""Time one pair: a fresh launch of each arm on the same fresh secret prompts, by the parent's clock.
+
+Order of things in an arm: launch, draw the prompts (first arm only), warm up by a fixed count, time the target
+cell, time the guard cells, read memory, close. When both arms are closed, the very streams that were timed are
+scored by the oracle. Nothing is profiled here. An arm's failure is never a number: arm b's is `CandidateFailed`,
+arm a's `InfrastructureError` or, where it merely died, a discarded pair. Not for: reading numbers out of streams
+(`targets.py`), deciding (`accept.py`).
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optimizer import environment, targets
+from optimizer import prompts as prompt_source
+from optimizer.client import ClientError, Request
+from optimizer.launch import LaunchError, launch
+from optimizer.loadgen import Load, LoadError, LoadGenerator
+from optimizer.oracle import OracleError
+from optimizer.targets import PROTOCOLS, Timed, protocol_for
+from optimizer.types import Cell, LaunchSpec, Pair, Protocol, RejectReason, Stage, Stream
+
+__all__ = ["PROTOCOLS", "Bench", "CandidateFailed", "InfrastructureError", "protocol_for", "run_pair"]
+
+ALL_CELLS = frozenset((Stage.CALIBRATE, Stage.DECIDE, Stage.CONFIRM, Stage.HEADLINE))  # the others time the target only
+SLOWEST_TOKEN_S = 2.0  # deadlines: no engine worth timing needs longer for one step
+DEADLINE_FLOOR_S = 30.0
+WARM_TOKENS = 2  # per shape: one prefill, one decode step
+# Seconds by which start-up may grow on top of its relative margin: capturing graphs or filling tables once is a
+# fair price, tuning for minutes is not.
+START_UP_ALLOWANCE_S = {"cpu": 1.0, "cuda": 20.0}
+_KINDS = {"text": prompt_source.DEFAULT_KINDS, "repetitive": ("repetition",), "code": ("code",)}
+
+
+class CandidateFailed(Exception):
+    """Arm b failed while being timed: a rejection with its reason."""
+
+    def __init__(self, reason: RejectReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+class InfrastructureError(Exception):
+    """The incumbent or the machine failed: says nothing of the candidate."""
+
+
+class _ArmFailed(Exception):
+    """Either arm, before it is known which."""
+
+    def __init__(self, reason: RejectReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a pair is taken with; tests hand in fakes."""
+
+    launch: Callable[[LaunchSpec], AbstractContextManager[Any]] = launch
+    generator: Callable[[], AbstractContextManager[Any]] = LoadGenerator
+    snapshot: Callable[..., environment.Snapshot] = environment.snapshot
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One cell's requests, the same for both arms."""
+
+    cell: Cell
+    rounds: tuple[tuple[Request, ...], ...]
+    sequential: int  # steps of all rounds, one after another: for the deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Everything both arms are sent."""
+
+    warm_up: tuple[Job, ...]
+    timed: tuple[Job, ...]  # the target cell first
+    sha: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What one arm showed."""
+
+    timed: tuple[Timed, ...]
+    start_s: float  # launch until healthy
+    warm_s: float
+    memory_bytes: float
+    window: environment.Window
+    client_us_per_token: float
+
+
+def run_pair(
+    a: LaunchSpec,
+    b: LaunchSpec,
+    *,
+    protocol: Protocol,
+    stage: Stage,
+    index: int,
+    order: str,
+    prompts: Any,
+    oracle: Any,
+    bench: Bench | None = None,
+) -> Pair:
+    """Launch, time and verify both arms in `order` ("ab" or "ba").
+
+    prompts: a `prompts.PromptSource`; oracle: anything with `score(streams)`. Discarded pairs come back with
+    `discarded` set and no times. Errors: CandidateFailed for arm b; InfrastructureError for an incumbent that
+    does not start or whose tokens are wrong.
+    """
+    if order not in ("ab", "ba"):
+        raise ValueError(f"order must be 'ab' or 'ba', not {order!r}")
+    bench = bench or Bench()
+    began = bench.clock()
+    env = _nuisance()
+    specs = {"a": replace(a, env=a.env + env), "b": replace(b, env=b.env + env)}
+    arms: dict[str, Arm] = {}
+    work: Work | None = None
+    with bench.generator() as generator:
+        for name in order:
+            try:
+                with bench.launch(specs[name]) as server:
+                    work = work or draw(protocol, stage, index, prompts)
+                    arms[name] = _run_arm(server, work, specs[name], generator, bench)
+            except (LaunchError, _ArmFailed) as error:
+                started = isinstance(error, _ArmFailed)
+                lost = _failed(name, started, error.reason, error.detail)
+                return _discarded(stage, index, order, work, lost, bench.clock() - began, {"detail": error.detail})
+            except LoadError as error:
+                raise InfrastructureError(str(error)) from error
+    assert work is not None
+    verify(arms, oracle)
+    return _pair(arms, work, protocol, stage, index, order, a.device, bench.clock() - began)
+
+
+def _failed(name: str, started: bool, reason: RejectReason, detail: str) -> str:
+    """Arm b: rejected. Arm a: a reason to take the pair again if it had started, else the machine is at fault."""
+    if name == "b":
+        raise CandidateFailed(reason, detail)
+    if not started:
+        raise InfrastructureError(f"the incumbent does not start: {detail}")
+    if reason in (RejectReason.CRASH, RejectReason.HANG):
+        return f"incumbent_{reason}"
+    raise InfrastructureError(f"the incumbent fails: {reason}: {detail}")
+
+
+def _nuisance() -> tuple[tuple[str, str], ...]:
+    """Layout that should not matter, drawn anew for each pair and the same in both arms (Mytkowicz et al. 2009)."""
+    rng = random.SystemRandom()
+    return (("PYTHONHASHSEED", str(rng.randrange(1, 2**32))), ("HOTLOOP_PAD", "x" * rng.randrange(4096)))
+
+
+# --- what is sent --------------------------------------------------------------------------------------
+
+
+def cells_of(protocol: Protocol, stage: Stage) -> tuple[Cell, ...]:
+    """The target cell, then the guard cells where this stage times them."""
+    return (protocol.cell, *protocol.guard_cells) if stage in ALL_CELLS else (protocol.cell,)
+
+
+def draw(protocol: Protocol, stage: Stage, index: int, prompts: Any) -> Work:
+    """Fresh prompts for every cell of the stage. Called when the first arm is up: nothing could foresee them."""
+    name = f"pair/{stage}/{index}/{secrets.token_hex(16)}"
+    cells = cells_of(protocol, stage)
+    timed = tuple(_job(cell, f"{name}/{cell.name}", prompts) for cell in cells)
+    shapes = tuple(_job(_short(cell), f"{name}/warm/{cell.name}", prompts) for cell in cells)
+    steps = replace(protocol.cell, name="steps", new_tokens=protocol.warmup_steps + 1, concurrency=1, requests=1, arrivals_per_s=None)  # fmt: skip
+    warm = (*shapes, _job(steps, f"{name}/steps", prompts))
+    sent = [r.prompt_ids for job in (*warm, *timed) for each in job.rounds for r in each]
+    return Work(warm, timed, prompts.sha(sent))
+
+
+def _short(cell: Cell) -> Cell:
+    """Its shape, once: one round, few tokens."""
+    return replace(cell, new_tokens=WARM_TOKENS, requests=max(1, cell.concurrency), arrivals_per_s=None)
+
+
+def _job(cell: Cell, evaluation: str, prompts: Any) -> Job:
+    lengths = [cell.prompt_tokens] * cell.requests
+    if cell.name == "mixed":
+        shares = targets.MIXED_SHARES
+        lengths = [max(1, int(cell.prompt_tokens * shares[i % len(shares)])) for i in range(cell.requests)]
+    drawn = prompts.draw(evaluation, cell.requests, lengths, kinds=_KINDS[cell.kind])
+    if cell.arrivals_per_s is not None:
+        delays = _arrivals(prompts, evaluation, cell)
+        requests = tuple(Request(p, cell.new_tokens, delay_s=d) for p, d in zip(drawn, delays, strict=True))
+        return Job(cell, (requests,), cell.requests * cell.new_tokens + int(delays[-1]))
+    c = max(1, cell.concurrency)
+    made = [Request(p, cell.new_tokens) for p in drawn]
+    rounds = tuple(tuple(made[i : i + c]) for i in range(0, len(made), c))
+    return Job(cell, rounds, len(rounds) * cell.new_tokens)
+
+
+def _arrivals(prompts: Any, evaluation: str, cell: Cell) -> list[float]:
+    """Start times of an open loop: exponential gaps, seeded by the secret key."""
+    rng = random.Random(prompts.integers(evaluation, 1, 2**62)[0])
+    at, times = 0.0, []
+    for _ in range(cell.requests):
+        times.append(at)
+        at += rng.expovariate(cell.arrivals_per_s or 1.0)
+    return times
+
+
+# --- one arm -------------------------------------------------------------------------------------------
+
+
+def _run_arm(server: Any, work: Work, spec: LaunchSpec, generator: Any, bench: Bench) -> Arm:
+    began = bench.clock()
+    for job in work.warm_up:
+        _run_job(server, job, generator)
+    warm_s = bench.clock() - began
+    memory = [_memory(server, spec)]
+    pids = [*server.processes(), *generator.pids]
+    before = bench.snapshot(pids, spec.devices)
+    timed: list[Timed] = []
+    cpu = 0.0
+    for job in work.timed:
+        done, cost = _run_job(server, job, generator)
+        timed.append(done)
+        cpu += cost
+        memory.append(_memory(server, spec))
+    after = bench.snapshot(pids, spec.devices)
+    if not server.alive():
+        raise _ArmFailed(RejectReason.CRASH, _tail(server))
+    tokens = sum(len(s.token_ids) for t in timed for s in t.streams)
+    window = environment.window(before, after, server.processes())
+    return Arm(tuple(timed), server.start_s, warm_s, max(memory), window, cpu * 1e6 / tokens)
+
+
+def _memory(server: Any, spec: LaunchSpec) -> float:
+    """Bytes held by all ranks: host memory, or what the cards have in use."""
+    if spec.device == "cuda":
+        gpus, _ = environment.query_gpus(spec.devices)
+        return sum(g.used_mib for g in gpus) * 2**20
+    return float(server.rss())
+
+
+def _run_job(server: Any, job: Job, generator: Any) -> tuple[Timed, float]:
+    """(streams and walls of a cell, CPU seconds of the client). Errors: _ArmFailed."""
+    deadline = DEADLINE_FLOOR_S + SLOWEST_TOKEN_S * job.sequential / len(job.rounds)
+    streams: list[Stream] = []
+    walls: list[int] = []
+    cpu = 0.0
+    for requests in job.rounds:
+        try:
+            load: Load = generator.run(server.client, requests, deadline)
+        except ClientError as error:
+            raise _ArmFailed(RejectReason.CRASH, f"{error}; {_tail(server)}") from error
+        _check(requests, load.streams, server)
+        streams += load.streams
+        walls.append(max(s.arrivals_ns[-1] for s in load.streams) - min(s.sent_ns for s in load.streams))
+        cpu += load.cpu_s
+    return Timed(job.cell, tuple(streams), tuple(walls)), cpu
+
+
+def _check(requests: Sequence[Request], streams: Sequence[Stream], server: Any) -> None:
+    """All requests finish, with the tokens that were asked for, counted alike by both sides."""
+    for request, s in zip(requests, streams, strict=True):
+        if s.error is not None:
+            if s.error.startswith("not finished") and server.alive():
+                raise _ArmFailed(RejectReason.HANG, s.error)
+            raise _ArmFailed(RejectReason.CRASH, f"{s.error}; {_tail(server)}")
+        if len(s.token_ids) != request.max_tokens or len(s.arrivals_ns) != len(s.token_ids):
+            raise _ArmFailed(RejectReason.TOKEN_ACCOUNTING, f"{len(s.token_ids)} tokens of {request.max_tokens} came")
+        usage = s.usage or {}
+        counted = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if counted != (len(request.prompt_ids), request.max_tokens):
+            raise _ArmFailed(RejectReason.TOKEN_ACCOUNTING, f"usage says {counted}, sent and received differ")
+
+
+def _tail(server: Any) -> str:
+    if getattr(server, "killed_for", None):
+        return f"killed: {server.killed_for}"
+    lines = server.log_tail(5).strip()
+    return f"log ends: {lines[-400:]}" if lines else "no log"
+
+
+# --- after the clock has stopped -----------------------------------------------------------------------
+
+
+def verify(arms: dict[str, Arm], oracle: Any) -> None:
+    """Score every timed stream of both arms. Equal streams are scored once.
+
+    Errors: CandidateFailed (WRONG_TOKENS) for arm b, InfrastructureError for arm a.
+    """
+    owners: dict[tuple[tuple[int, ...], tuple[int, ...]], set[str]] = {}
+    sample: dict[tuple[tuple[int, ...], tuple[int, ...]], Stream] = {}
+    for name, arm in arms.items():
+        for timed in arm.timed:
+            for s in timed.streams:
+                key = (s.prompt_ids, s.token_ids)
+                owners.setdefault(key, set()).add(name)
+                sample[key] = s
+    try:
+        scores = oracle.score(list(sample.values()))
+    except OracleError as error:
+        raise InfrastructureError(f"the oracle failed: {error}") from error
+    wrong = [(owners[key], score) for key, score in zip(sample, scores, strict=True) if not score.ok]
+    for who, score in sorted(wrong, key=lambda w: "a" not in w[0]):
+        detail = f"token {score.first_bad} of a timed stream, gap {score.max_gap:.3g} ({score.band})"
+        if "a" in who:
+            raise InfrastructureError(f"the incumbent's tokens are wrong: {detail}")
+        raise CandidateFailed(RejectReason.WRONG_TOKENS, detail)
+
+
+def _pair(
+    arms: dict[str, Arm], work: Work, protocol: Protocol, stage: Stage, index: int, order: str, device: str, seconds: float
+) -> Pair:
+    a, b = arms["a"], arms["b"]
+    facts = {
+        "windows": {name: arm.window.to_json() for name, arm in arms.items()},
+        "start_s": {name: arm.start_s for name, arm in arms.items()},
+        "warm_up_s": {name: arm.warm_s for name, arm in arms.items()},
+        "client_us_per_token": {name: arm.client_us_per_token for name, arm in arms.items()},
+    }
+    reason = environment.disagreement(a.window, b.window)
+    if reason is not None:
+        return _discarded(stage, index, order, work, reason, seconds, facts)
+    values = [targets.value(protocol.metric, arm.timed[0], arm.memory_bytes) for arm in (a, b)]
+    return Pair(
+        stage, index, order, work.sha, values[0], values[1], _guards(a, b, protocol, device), None, seconds, facts
+    )  # fmt: skip
+
+
+def _guards(a: Arm, b: Arm, protocol: Protocol, device: str) -> dict[str, tuple[float, float]]:
+    found: dict[str, tuple[float, float]] = {}
+    for at, (x, y) in enumerate(zip(a.timed, b.timed, strict=True)):
+        slo = targets.slo_us(x)
+        left = targets.guard_values(x, slo, target=at == 0)
+        right = targets.guard_values(y, slo, target=at == 0)
+        found |= {name: (left[name], right[name]) for name in left}
+    if protocol.metric != "memory":
+        found["peak_memory_bytes"] = (a.memory_bytes, b.memory_bytes)
+    # Warm-up belongs to start-up: what a candidate puts off to its first requests is still paid before the first user.
+    up_a, up_b = a.start_s + a.warm_s, b.start_s + b.warm_s
+    found["start_up_s"] = (up_a, max(up_b - START_UP_ALLOWANCE_S.get(device, 0.0), min(up_a, up_b)))
+    return found
+
+
+def _discarded(
+    stage: Stage, index: int, order: str, work: Work | None, reason: str, seconds: float, facts: dict[str, Any]
+) -> Pair:
+    return Pair(stage, index, order, work.sha if work else "", None, None, {}, reason, seconds, facts)
+
