@@ -10,6 +10,7 @@ Not for: projections, norms and rotary positions (`model.py`).
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,7 +66,7 @@ class SdpaAttention:
     ) -> torch.Tensor:
         starts = metadata.context_starts.tolist()
         outputs = []
-        for first, last in zip(starts, starts[1:], strict=False):
+        for first, last in itertools.pairwise(starts):
             out = F.scaled_dot_product_attention(
                 q[first:last].transpose(0, 1).unsqueeze(0),
                 k[first:last].transpose(0, 1).unsqueeze(0),

@@ -77,6 +77,7 @@ class EngineCore:
             self._take_in()
             if self.scheduler.has_work and not self._stopping:
                 self.step()
+        self._abort_all()
 
     def step(self) -> None:
         plan, sequences = self.scheduler.schedule()
@@ -148,6 +149,13 @@ class EngineCore:
         self.scheduler.finish(sequence, reason)
         del self._sequences[sequence.id], self._texts[sequence.id]
         self.counters.finished[reason] += 1
+
+    def _abort_all(self) -> None:
+        """End what is still open, so that no client waits for ever."""
+        open_sequences = list(self._sequences.values())
+        for sequence in open_sequences:
+            self._finish(sequence, "abort")
+        self.deliver([Output(sequence.id, [], "", "abort") for sequence in open_sequences])
 
     def _profile(self, options: ProfileOptions | None) -> list[str]:
         if options is not None:

@@ -101,7 +101,9 @@ class RotaryEmbedding(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with a norm on each query and key head; this rank's heads only."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: AttentionBackend) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, backend: AttentionBackend, rotary: RotaryEmbedding
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.backend = backend
@@ -119,7 +121,7 @@ class Attention(nn.Module):
         self.o_proj = row_parallel(config.hidden_size, q_size, tp.size, tp.rank)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
+        self.rotary = rotary
 
     def forward(
         self, hidden: torch.Tensor, positions: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
@@ -154,10 +156,14 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, tp: TensorParallel, backend: AttentionBackend) -> None:
+    """Attention, then MLP, each on the normed stream and added to it."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, backend: AttentionBackend, rotary: RotaryEmbedding
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, tp, backend)
+        self.self_attn = Attention(config, tp, backend, rotary)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, tp)
 
@@ -201,11 +207,14 @@ class VocabParallelHead(VocabParallel):
 
 
 class Qwen3Model(nn.Module):
+    """Token ids to normed hidden states."""
+
     def __init__(self, config: ModelConfig, tp: TensorParallel, backend: AttentionBackend) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config, tp)
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, tp, backend) for _ in range(config.num_hidden_layers)
+            DecoderLayer(config, tp, backend, self.rotary) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -223,6 +232,8 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
+    """The model with its head; tied embeddings share one parameter."""
+
     def __init__(self, config: ModelConfig, tp: TensorParallel, backend: AttentionBackend) -> None:
         super().__init__()
         self.config = config
@@ -246,9 +257,3 @@ class Qwen3ForCausalLM(nn.Module):
         """hidden [N, hidden] -> logits [N, vocab], on every rank."""
         logits = self.tp.all_gather(self.lm_head(hidden))
         return logits[:, : self.config.vocab_size]
-
-    def build_rotary(self, positions: int, device: torch.device) -> None:
-        """Fill the rotary tables of all layers (they are no part of the checkpoint)."""
-        for module in self.modules():
-            if isinstance(module, RotaryEmbedding):
-                module.build(positions, device)

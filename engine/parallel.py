@@ -13,15 +13,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from engine.config import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """One rank's view of the tensor-parallel group."""
 
-    rank: int = 0
-    size: int = 1
-    device: torch.device = torch.device("cpu")
-    backend: str = "none"  # what does the all-reduce; reported in /v1/models
+    rank: int
+    size: int
+    device: torch.device
+    backend: str  # what does the all-reduce; reported in /v1/models
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place; every rank gets the same bits."""
@@ -55,17 +57,21 @@ class TensorParallel:
 def join(rank: int, size: int, device_kind: str, rendezvous: Path) -> TensorParallel:
     """Join the group of `size` ranks that meet at the file `rendezvous`; call once in each rank.
 
-    A file, not a port: two engines on one host must not collide.
+    A file, not a port: two engines on one host must not collide. Raises ConfigError without enough devices.
     """
-    device = torch.device("cpu") if device_kind == "cpu" else torch.device("cuda", rank)
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if device_kind == "cuda":
+        found = torch.cuda.device_count()
+        if found < size:
+            raise ConfigError(f"--device cuda with --tp {size} needs {size} GPUs; this process sees {found}")
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     if size == 1:
-        return TensorParallel(device=device)
+        return TensorParallel(0, 1, device, "none")
     backend = "gloo" if device.type == "cpu" else "nccl"
     if backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve in a sandbox
-    store = dist.FileStore(str(rendezvous), size)
+    store = dist.FileStore(str(rendezvous), size)  # pyright: ignore[reportPrivateImportUsage]
     device_id = device if device.type == "cuda" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
     return TensorParallel(rank, size, device, backend)

@@ -279,7 +279,7 @@ def _prompt(body: dict[str, Any], vocab_size: int) -> str | list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
-        return prompt
+        return _text(prompt, "prompt")
     if isinstance(prompt, list) and prompt:
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
@@ -303,7 +303,17 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise BadRequest(f"messages[{i}].{key} must be a string", "messages")
+            _text(message[key], "messages")
     return messages
+
+
+def _text(value: str, field: str) -> str:
+    """JSON can spell half a surrogate pair, which is no text."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{field} is not valid Unicode: {error.reason}", field) from None
+    return value
 
 
 def _shown(value: Any) -> str:

@@ -58,14 +58,20 @@ class Ranks:
         return [connection.recv() for connection in self._connections]
 
     def stop(self) -> None:
-        """Ask the ranks to leave, and kill those that do not."""
+        """Leave the group together with the other ranks; kill those that do not end."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self.send(Shutdown())
+        parallel.leave()
         for process in self._processes:
             process.join(_EXIT_GRACE_S)
-            if process.is_alive():
-                process.kill()
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks at once: they may be waiting for rank 0 in a collective."""
+        self._stopping.set()
+        for process in self._processes:
+            process.kill()
 
     def _watch(self) -> None:
         """A rank that dies takes the server with it: the others would wait for it in a collective for ever."""
@@ -76,8 +82,7 @@ class Ranks:
             if process.sentinel in gone:
                 process.join()
                 sys.stderr.write(f"{process.name} died (exit code {process.exitcode}); the server stops\n")
-        for process in self._processes:
-            process.kill()
+        self.kill()
         sys.stderr.flush()
         os._exit(1)
 
@@ -102,7 +107,7 @@ def _rank_main(
         sys.exit(2)
     except EOFError:  # rank 0 is gone
         os._exit(1)
-    except BaseException:
+    except Exception:  # noqa: BLE001  whatever it was: say so and die, for the others wait in a collective
         sys.stderr.write(f"rank {rank} failed:\n{traceback.format_exc()}")
         sys.stderr.flush()
         os._exit(1)

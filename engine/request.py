@@ -24,7 +24,7 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives per token; -1: the whole vocabulary
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way. Positions 0 .. num_cached-1 are in the KV cache."""
 

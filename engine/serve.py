@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from engine import config, parallel
+from engine import config
 from engine.config import ConfigError, EngineConfig, ModelConfig
 from engine.core import EngineCore, Stop
 from engine.ranks import Ranks
@@ -42,7 +42,7 @@ def serve(options: EngineConfig) -> int:
         rendezvous = Path(scratch, "rendezvous")
         ranks = Ranks(options, rendezvous)
         try:
-            from engine.server import HttpServer  # imported while the other ranks load
+            from engine.server import HttpServer  # imported here, while the other ranks load
 
             worker = Worker(options, 0, rendezvous)
             ranks.gather()  # every rank is ready
@@ -53,9 +53,9 @@ def serve(options: EngineConfig) -> int:
             http.start()
             core.run()
             http.stop()
-        finally:
             ranks.stop()
-        parallel.leave()
+        finally:
+            ranks.kill()
     if core.failure:
         sys.stderr.write(f"error: {core.failure}\n")
     return 1 if core.failure else 0

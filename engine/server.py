@@ -32,6 +32,8 @@ from engine.request import Output, Sequence
 from engine.scheduler import RequestTooLarge
 from engine.tokenizer import TemplateError
 
+_GOODBYE_S = 3  # for clients to take the end of their streams when the server stops
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -65,8 +67,7 @@ class HttpServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._server.force_exit = True  # open streams do not hold up the end
-        self._thread.join(2.0)
+        self._thread.join(_GOODBYE_S + 1.0)
         if self.options.uds is not None:
             self.options.uds.unlink(missing_ok=True)
 
@@ -93,6 +94,7 @@ class HttpServer:
             lifespan="off",
             access_log=False,
             log_level="warning",
+            timeout_graceful_shutdown=_GOODBYE_S,
         )
 
     def _app(self) -> Starlette:
@@ -163,8 +165,6 @@ class HttpServer:
 
     async def _generate(self, http: Request, *, chat: bool) -> Response:
         accepted = self._accept(await http.body(), chat=chat)
-        self._queues[accepted.sequence.id] = accepted.outputs
-        self.core.inbox.put(Add(accepted.sequence))
         if accepted.request.stream:
             return StreamingResponse(self._stream(accepted), media_type="text/event-stream")
         return await self._collect(http, accepted)
@@ -260,8 +260,10 @@ class HttpServer:
         )
 
     async def _outputs(self, accepted: Accepted) -> AsyncIterator[Output]:
-        """The request's outputs until it ends. Left early (client gone), the request is aborted."""
+        """Submit the request; its outputs until it ends. Left early (client gone), the request is aborted."""
         finished = False
+        self._queues[accepted.sequence.id] = accepted.outputs
+        self.core.inbox.put(Add(accepted.sequence))
         try:
             while not finished:
                 output = await accepted.outputs.get()

@@ -138,7 +138,7 @@ def build_model(
     model = model.to(dtype).to_empty(device=tp.device)
     if model_config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    model.build_rotary(limits.max_model_len, tp.device)
+    model.model.rotary.build(limits.max_model_len, tp.device)
     return model
 
 
