@@ -22,9 +22,11 @@ INDEX = "model.safetensors.index.json"
 _CHUNK = 8 << 20
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# Gains over 1/sqrt(fan_in). Larger ones for what is added to the residual, so that every layer matters: with equal
-# gains and tied embeddings a random model repeats its input and hides faults.
-_RESIDUAL_GAIN, _GAIN, _LOGIT_STD = 3.0, 1.0, 4.0
+# Gains over 1/sqrt(fan_in), chosen by planting faults (tests/optimizer/test_gates_sensitivity.py): attention must
+# weigh as much as the MLP and be sharp, or a wrong softmax in one of 36 layers moves no token. With equal gains and tied
+# embeddings a random model only repeats its input.
+_ATTENTION_GAIN, _MLP_GAIN, _GAIN = 12.0, 1.0, 1.0
+_QK_NORM_MEAN, _LOGIT_STD = 1.8, 4.0
 
 
 def digest(model_dir: Path) -> str:
@@ -184,12 +186,14 @@ def _draw(name: str, entry: dict[str, Any], seed: int) -> Iterator[bytes]:
 
 
 def _moments(name: str, shape: list[int]) -> tuple[float, float]:
-    if len(shape) == 1:  # norms: near one, each its own, so that a skipped or swapped one shows
-        return (0.0, 0.1) if name.endswith("bias") else (1.0, 0.2)
+    if len(shape) == 1:  # norms: each its own, so that a skipped or swapped one shows
+        if name.endswith("bias"):
+            return 0.0, 0.1
+        return (_QK_NORM_MEAN if "q_norm" in name or "k_norm" in name else 1.0), 0.2
     if "embed" in name or "lm_head" in name:
         return 0.0, _LOGIT_STD / math.sqrt(shape[-1])
-    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    return 0.0, (_RESIDUAL_GAIN if residual else _GAIN) / math.sqrt(shape[-1])
+    gain = _ATTENTION_GAIN if "o_proj" in name else _MLP_GAIN if "down_proj" in name else _GAIN
+    return 0.0, gain / math.sqrt(shape[-1])
 
 
 def _encode(values: np.ndarray, dtype: str) -> bytes:
