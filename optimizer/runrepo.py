@@ -30,6 +30,10 @@ class GitError(Exception):
     """git refused; the message holds its words."""
 
 
+class Conflict(Exception):
+    """A commit does not apply where it is replayed; the message names the file."""
+
+
 class SnapshotError(Exception):
     """The target folder cannot be snapshot; the message names the file."""
 
@@ -204,21 +208,63 @@ class RunRepo:
             shutil.rmtree(left, ignore_errors=True)
 
     def commit_sources(
-        self, parent: str, changed: Mapping[str, str], title: str, body: str, trailers: Mapping[str, object]
+        self, parent: str, changed: Mapping[str, str | None], title: str, body: str, trailers: Mapping[str, object]
     ) -> str:
-        """A commit on top of `parent` in which the changed files have these texts. Same input, same commit."""
+        """A commit on top of `parent` in which the changed files have these texts (None: is gone).
+
+        Same input, same commit.
+        """
+        return self._commit(self._changed(parent, changed), (parent,), compose(title, body, trailers))
+
+    def _changed(self, parent: str, changed: Mapping[str, str | None]) -> str:
+        """The tree of `parent` with these texts."""
         rows = []
         modes = self._modes(parent)
         for path, text in sorted(changed.items()):
             _safe(path)
+            if text is None:
+                rows.append(f"0 {'0' * 40}\t{path}\n")
+                continue
             blob = self.git("hash-object", "-w", "--stdin", stdin=text).strip()
             rows.append(f"{modes.get(path, '100644')} {blob}\t{path}\n")
         with tempfile.TemporaryDirectory(dir=self.git_dir) as tmp:
             index = Path(tmp, "index")
             self.git("read-tree", parent, index=index)
             self.git("update-index", "--add", "--index-info", index=index, stdin="".join(rows))
-            tree = self.git("write-tree", index=index).strip()
-        return self._commit(tree, (parent,), compose(title, body, trailers))
+            return self.git("write-tree", index=index).strip()
+
+    def replay(self, commits: Sequence[str], onto: str) -> str:
+        """Cherry-pick commits, words and all, one after the other. Returns the last. Raises Conflict."""
+        for commit in commits:
+            parent = self.git("rev-parse", f"{commit}^").strip()
+            changed = {c.path: self._merged(c.path, parent, commit, onto) for c in self.name_status(parent, commit)}
+            onto = self._commit(self._changed(onto, changed), (onto,), self.message(commit) + "\n")
+        return onto
+
+    def _merged(self, path: str, base: str, theirs: str, ours: str) -> str | None:
+        """Three-way merge of one file's text; None where all agree that it is gone."""
+        texts = [self._text_or_none(commit, path) for commit in (ours, base, theirs)]
+        mine, old, new = texts
+        if mine == old:
+            return new
+        if mine == new:
+            return mine
+        if mine is None or old is None or new is None:
+            raise Conflict(f"{path} is made or removed elsewhere")
+        with tempfile.TemporaryDirectory(dir=self.git_dir) as tmp:
+            places = [Path(tmp, name) for name in ("ours", "base", "theirs")]
+            for place, text in zip(places, (mine, old, new), strict=True):
+                place.write_bytes(text.encode("utf-8", "surrogateescape"))
+            try:
+                return self.git("merge-file", "-p", "-q", *map(str, places))
+            except GitError:
+                raise Conflict(path) from None
+
+    def _text_or_none(self, commit: str, path: str) -> str | None:
+        try:
+            return self.show(commit, path)
+        except GitError:
+            return None
 
     def _modes(self, commit: str) -> dict[str, str]:
         rows = self.git("ls-tree", "-r", "-z", commit).split("\0")

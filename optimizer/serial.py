@@ -6,6 +6,7 @@ Not for: the ledger's byte form (ledger.canonical), or reading anything a candid
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,8 +17,16 @@ T = TypeVar("T")
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, tuples, sets, enums and paths as what JSON knows."""
-    return msgspec.to_builtins(value, enc_hook=_other)
+    """Dataclasses, tuples, sets, enums and paths as what JSON knows. A number that is none becomes None."""
+    return _finite(msgspec.to_builtins(value, enc_hook=_other))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def build(kind: type[T], value: Any) -> T:
@@ -28,6 +37,8 @@ def build(kind: type[T], value: Any) -> T:
 def _other(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
+    if hasattr(value, "item"):  # a numpy scalar
+        return value.item()
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 

@@ -78,13 +78,16 @@ def incumbent(lines: Iterable[Line], base: str) -> str:
     return found
 
 
-def pairs(lines: Iterable[Line], stage: Stage, key: str) -> list[Pair]:
-    """All pairs of a stage that were ever taken for one program, whichever attempt took them."""
+def pairs(lines: Iterable[Line], stage: Stage, key: str, incumbent_commit: str | None) -> list[Pair]:
+    """All pairs of a stage ever taken of one program against one incumbent, whichever attempt took them."""
     fields = Pair.__slots__
     return [
         build(Pair, {name: line["data"][name] for name in fields if name in line["data"]})
         for line in lines
-        if line["kind"] == "pair" and line["data"]["stage"] == stage and line["data"].get("key") == key
+        if line["kind"] == "pair"
+        and line["data"]["stage"] == stage
+        and line["data"]["key"] == key
+        and line["incumbent_commit"] == incumbent_commit
     ]
 
 

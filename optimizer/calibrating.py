@@ -1,0 +1,75 @@
+"""A/A: the incumbent against itself, at the start (what can be resolved here?) and hidden in between (canaries).
+
+Not for: the statistics (accept.py), or timing (measure.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optimizer import accept, state
+from optimizer.candidate import incumbent_name
+from optimizer.judge import calibration_of, failures, kept, pairs_of, take_pair
+from optimizer.ledger import Line
+from optimizer.run import Run, RunError
+from optimizer.serial import plain
+from optimizer.services import Services, Stop
+from optimizer.types import Pair, Stage
+
+
+def calibrate(run: Run, do: Services) -> None:
+    """Take A/A pairs of the incumbent until the protocol's number is there; enter and print what they say.
+
+    A run that goes on in another environment (hash) is calibrated anew. Raises RunError when the engine cannot
+    even be timed against itself.
+    """
+    environment = run.ledger.context.env_hash
+    done = [line for line in run.ledger.lines() if line["kind"] == "calibrated"]
+    if done and done[-1]["env_hash"] == environment:
+        return
+    key = f"aa/{environment}"
+    pairs = _aa(run, do, Stage.CALIBRATE, key, do.protocol.calibrate_pairs)
+    try:
+        found = accept.calibrate(pairs, run.request.device, run.request.tp, do.protocol)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    run.ledger.append("calibrated", None, plain(found))
+    do.view.note(
+        f"calibrated on {found.pairs} A/A pairs: spread {found.log_sd:.1%}, bias {found.bias:+.1%}, margin "
+        f"{found.margin:.1%}; minimum detectable effect {found.mde:.1%}"
+    )
+    goal = run.request.goal
+    if goal is not None and goal.kind == "factor" and goal.value - 1 < found.mde:
+        do.view.note(f"warning: the goal of {goal} is below what can be resolved here (+{found.mde:.1%})")
+
+
+def _aa(run: Run, do: Services, which: Stage, key: str, wanted: int) -> list[Pair]:
+    commit = run.repo.incumbent()
+    spec = run.spec(commit, incumbent_name(commit), "incumbent")
+    try:
+        with failures(which):
+            while len(kept(pairs_of(run, which, key))) < wanted:
+                if len(pairs_of(run, which, key)) >= 3 * wanted:
+                    raise RunError(f"{which}: too many pairs had to be discarded; this machine is not quiet enough")
+                take_pair(run, do, spec, spec, which, key, None)
+    except Stop as stop:
+        raise RunError(f"the engine fails against itself: {stop.reason}: {stop.detail}") from stop
+    return pairs_of(run, which, key)
+
+
+def canary_due(lines: Sequence[Line]) -> bool:
+    """After every so many candidates one more A/A trial, which the judge must not call a win."""
+    judged = sum(1 for a in state.attempts(lines) if a.end is not None)
+    done = sum(1 for line in lines if line["kind"] == "decided" and line["data"]["stage"] == Stage.CANARY)
+    return accept.canary_due(judged, done)
+
+
+def run_canary(run: Run, do: Services) -> str | None:
+    """A hidden A/A trial. Returns the reason to void the session when it looks like a win."""
+    after = len(state.attempts(run.ledger.lines()))
+    pairs = _aa(run, do, Stage.CANARY, f"canary/{after}", do.protocol.screen_pairs)
+    result = accept.canary(pairs, calibration_of(run))
+    run.ledger.append("decided", None, {**plain(result), "after": after})
+    if result.passed:
+        return None
+    return f"void: {result.why}"

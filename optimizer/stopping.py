@@ -1,0 +1,41 @@
+"""Reasons to end a run besides its budget: the goal is reached, or no finding is left that could pay.
+
+Not for: budgets (budget.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optimizer import state
+from optimizer.ledger import Line
+from optimizer.run import Run
+from optimizer.services import Diagnosis
+from trace_diff.types import Status
+
+
+def goal_reached(run: Run, lines: Sequence[Line]) -> str | None:
+    """In words when the confirmed gains reach what was asked for."""
+    goal = run.request.goal
+    if goal is None:
+        return None
+    if goal.kind == "factor":
+        now = state.speedup(lines)
+        return f"goal reached: {now:.2f}x of {goal}" if now >= goal.value else None
+    token_us = state.token_us(lines)
+    rate = 1e6 / token_us if token_us else 0.0
+    return f"goal reached: {rate:.1f} of {goal}" if rate >= goal.value else None
+
+
+def nothing_left(lines: Sequence[Line], diagnosis: Diagnosis) -> str | None:
+    """In words when even the dearest finding, fixed wholly, would stay below the margin."""
+    calibration, token_us = state.calibration(lines), state.token_us(lines)
+    found = [f for f in diagnosis.findings if f.status is Status.FOUND]
+    if not found:
+        return "no finding is left"
+    if calibration is None or not token_us or any(f.bound_us is None or f.per != "token" for f in found):
+        return None
+    best = max(f.bound_us or 0.0 for f in found)
+    if best >= calibration.margin * token_us:
+        return None
+    return f"no finding is left whose bound ({best:.1f} us a token) reaches the margin of {calibration.margin:.1%}"

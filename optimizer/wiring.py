@@ -1,0 +1,166 @@
+"""The real services: engines in their sandbox, the sealed gates, the oracle, the trace diff, the proposer.
+
+Everything heavy is imported here, when a run starts, so that `optimize --help` does not wait for it. Not for:
+behaviour of its own; each callable is a few lines around the module that does the work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optimizer import fingerprint, preflight, state
+from optimizer.budget import Budget
+from optimizer.run import Run
+from optimizer.serial import plain
+from optimizer.services import Capture, NoProposal, Question, Services, View
+from optimizer.types import GateResult, LaunchSpec, Pair, Protocol, Series, Stage
+
+
+@contextmanager
+def real(run: Run, view: View) -> Iterator[Services]:
+    """Services of a run; the oracle's process lives as long as this is open."""
+    from optimizer.measure import PROTOCOLS, protocol_for
+    from optimizer.oracle import Oracle
+    from optimizer.patching import apply_edits
+    from optimizer.prompts import PromptSource
+
+    want = run.request
+    protocol = protocol_for(PROTOCOLS[want.protocol], want.metric, want.device)
+    budget = Budget(
+        want.limits,
+        protocol,
+        run.ledger.lines,
+        time.monotonic,
+        gpus=want.tp if want.device == "cuda" else 0,
+        earlier_s=state.wall_s(run.ledger.lines()[:-1]),
+    )
+    prompts = PromptSource(bytes.fromhex(want.prompt_key), want.model_dir)
+    oracle = Oracle(want.model_dir, want.device, engine_dtype=want.dtype)
+    with oracle:
+        made = _Real(run, view, protocol, prompts, oracle)
+        yield Services(
+            protocol=protocol,
+            budget=budget,
+            view=view,
+            capture=made.capture,
+            references=made.references,
+            diagnose=made.diagnose,
+            propose=made.propose,
+            apply_edits=apply_edits,
+            gates=made.gates,
+            run_pair=made.run_pair,
+            check_seal=made.check_seal,
+            learn=made.learn,
+            environment=made.environment,
+        )
+
+
+@dataclass(slots=True)
+class _Real:
+    run: Run
+    view: View
+    protocol: Protocol
+    prompts: Any
+    oracle: Any
+    _proposer: Any = None
+    _greeted: bool = False
+
+    def capture(self, spec: LaunchSpec, out: Path) -> Capture:
+        """Raises LaunchError; preflight.Differs on the first launch of the run."""
+        from optimizer.capture import capture
+
+        return capture(spec, out, self.protocol.cell, self.prompts, self._greet)
+
+    def _greet(self, metadata: dict[str, Any]) -> None:
+        """The first server of this process says what it is; a difference from the request ends the run."""
+        if not self._greeted:
+            self.view.show(preflight.table(self.run.request, metadata, self.protocol))
+            preflight.check(self.run.request, metadata, self.protocol)
+            self._greeted = True
+
+    def references(self, traces: Path, here: Capture) -> list[Capture]:
+        """transformers on the same cell: captured once a run, entered in the ledger. A failure is said and kept."""
+        from optimizer.references import references
+
+        return references(self.run, self.view, self.protocol, self.prompts, traces)
+
+    def diagnose(self, capture: Capture, references: Any) -> Any:
+        from optimizer.diagnose import diagnose
+
+        return diagnose(capture, references, label=f"{self.run.request.target} {capture.label}")
+
+    def propose(self, question: Question) -> Series | NoProposal:
+        from optimizer.proposers import Budget as ProposerBudget
+        from optimizer.proposers import Declined, ProposeContext, get
+
+        want = self.run.request
+        self._proposer = self._proposer or get(want.agent, **want.options)
+        context = ProposeContext(
+            sources=question.sources,
+            findings=question.findings,
+            history=question.history,  # pyright: ignore[reportArgumentType] - HistoryItem, built in state.history
+            knowledge=_knowledge(self.run),
+            budget=ProposerBudget(
+                token_us=question.token_us,
+                margin=question.margin,
+                usd=question.usd_left,
+                seconds=question.seconds_left,
+            ),
+            incumbent=question.incumbent,
+            exchanges=self.run.dir / "exchanges",
+            attempt=question.attempt,
+        )
+        answer = self._proposer.propose(context)
+        return NoProposal(str(answer), answer.final, answer.usd) if isinstance(answer, Declined) else answer
+
+    def gates(
+        self, stage: str, candidate: LaunchSpec, incumbent: LaunchSpec, base: str, commit: str
+    ) -> Iterator[GateResult]:
+        from optimizer import gates
+
+        context = gates.GateContext(
+            candidate=candidate,
+            incumbent=incumbent,
+            repo=self.run.repo.git_dir,
+            base_commit=base,
+            candidate_commit=commit,
+            target=self.run.target,
+            oracle=self.oracle,
+            prompts=self.prompts,
+            protocol=self.protocol,
+            run_dir=self.run.dir,
+        )
+        return gates.run(stage, context)
+
+    def run_pair(self, a: LaunchSpec, b: LaunchSpec, stage: Stage, index: int, order: str) -> Pair:
+        from optimizer.measure import run_pair
+
+        return run_pair(
+            a, b, protocol=self.protocol, stage=stage, index=index, order=order, prompts=self.prompts, oracle=self.oracle
+        )
+
+    def check_seal(self) -> None:
+        """Raises SealBroken; the run ends, since nothing judged since can be trusted."""
+        from optimizer import seal
+
+        seal.verify()
+
+    def learn(self, number: int) -> list[str]:
+        from optimizer.learning import learn
+
+        return learn(self.run, number)
+
+    def environment(self) -> dict[str, Any]:
+        want = self.run.request
+        return plain(fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices))
+
+
+def _knowledge(run: Run) -> Any:
+    from optimizer.learning import accepted
+
+    return accepted(run)
