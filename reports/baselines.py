@@ -44,9 +44,13 @@ class BaselineTrace:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def step_ms(self) -> float | None:
-        """Mean decode step without the profiler, or None where it was not measured."""
-        return self.clean.get("decode_step_ms")
+    def control_us(self) -> float | None:
+        """Microseconds per decode step without the profiler, or None where it was not measured.
+
+        For engines that were timed over a whole answer only, the mean over its tokens, prefill included;
+        `clean.note` says which it is.
+        """
+        return self.clean.get("step_us")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ the same input (fixed ids, no dates). Not for: choosing or computing numbers.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 
 import matplotlib
@@ -16,10 +17,10 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from reports import palette
-from reports.text import micro, short, wrap
+from reports.text import micro, short, tick, wrap
 from reports.timeline import Timeline
 from reports.views import Prediction, Reference, WaterfallStep
 
@@ -62,66 +63,79 @@ def _new(width: float, height: float) -> tuple[Figure, Axes]:
 def waterfall(
     start_us: float, steps: Sequence[WaterfallStep], final_us: float | None, references: Sequence[Reference] = ()
 ) -> Figure:
-    """Time per token from the first engine over every accepted patch to the last one, smaller is better."""
+    """Time per token from the first engine over every accepted patch to the last one, smaller is better.
+
+    Gains multiply, so beyond a factor of 2.5 the axis is logarithmic: equal heights are then equal factors.
+    """
     with matplotlib.rc_context(_STYLE):
-        figure, axes = _new(8.6, 3.6)
+        figure, axes = _new(7.4, 3.8)
+        last = final_us if final_us is not None else steps[-1].after_us if steps else start_us
+        lows = [last, *[s.after_us for s in steps], *[r.us for r in references if r.us < start_us]]
+        log = start_us / min(lows) > 2.5
+        floor = min(lows) / 1.7 if log else 0.0
         labels = ["start", *[wrap(s.label, 16) for s in steps]]
-        axes.bar(0, start_us, 0.6, color=palette.GREY)
-        axes.text(0, start_us, micro(start_us), ha="center", va="bottom")
+        _bar(axes, 0, start_us, floor, palette.GREY)
         level = start_us
         for at, step in enumerate(steps, 1):
-            _waterfall_step(axes, at, step)
+            _waterfall_step(axes, at, step, floor)
             axes.plot([at - 0.7, at + 0.3], [step.before_us] * 2, color="#999", lw=0.8)
             level = step.after_us
         if final_us is not None:
             at = len(steps) + 1
-            labels.append("end, measured")
-            axes.bar(at, final_us, 0.6, color=palette.BLUE)
+            labels.append("end,\nmeasured")
+            _bar(axes, at, final_us, floor, palette.BLUE)
             axes.plot([at - 0.7, at + 0.3], [level] * 2, color="#999", lw=0.8)
-            axes.text(at, final_us, micro(final_us), ha="center", va="bottom")
-        top = max([start_us, *[r.us for r in references if r.us < 2 * start_us]])
-        axes.set_ylim(0, top * 1.12)
+        top = max([start_us, *[r.us for r in references if r.us < 2 * start_us]]) * (1.35 if log else 1.15)
+        if log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_ylim(floor, top)
         axes.set_xlim(-0.5, len(labels) - 0.5)
-        _references(axes, references, top * 1.12)
+        _references(axes, references, floor, top, log)
         axes.set_xticks(range(len(labels)), labels)
-        axes.set_ylabel("time per token")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: micro(v) if v else "0"))
-        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.set_ylabel("time per token" + (", log scale" if log else ""))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: tick(v) if v else "0"))
         handles = [Patch(color=palette.GREEN, label="measured saving"),
                    Patch(facecolor="none", edgecolor=palette.BLACK, linestyle="--", label="predicted saving")]  # fmt: skip
         axes.legend(handles=handles, loc="upper right", frameon=False)
     return figure
 
 
-def _waterfall_step(axes: Axes, at: int, step: WaterfallStep) -> None:
+def _bar(axes: Axes, at: int, value: float, floor: float, shade: str) -> None:
+    axes.bar(at, value - floor, 0.6, bottom=floor, color=shade)
+    axes.text(at, value, micro(value), ha="center", va="bottom")
+
+
+def _waterfall_step(axes: Axes, at: int, step: WaterfallStep, floor: float) -> None:
     low, high = sorted((step.before_us, step.after_us))
     shade = palette.GREEN if step.after_us <= step.before_us else palette.VERMILION
     axes.bar(at, max(high - low, high * 0.004), 0.6, bottom=low, color=shade)
     if step.predicted_us is not None:
-        bottom = max(step.before_us - step.predicted_us, 0)
+        bottom = max(step.before_us - step.predicted_us, floor)
         axes.add_patch(
             Rectangle((at - 0.36, bottom), 0.72, step.before_us - bottom, fill=False, ls="--", lw=1, ec=palette.BLACK)
         )
     saved = step.measured_us if step.measured_us is not None else step.before_us - step.after_us
-    axes.text(at, step.before_us, f"{'−' if saved >= 0 else '+'}{micro(abs(saved))}", ha="center", va="bottom")
+    axes.text(at, high, f"{'−' if saved >= 0 else '+'}{micro(abs(saved))}", ha="center", va="bottom")
 
 
-def _references(axes: Axes, references: Sequence[Reference], top: float) -> None:
+def _references(axes: Axes, references: Sequence[Reference], floor: float, top: float, log: bool) -> None:
     """Lines inside the plot; labels right of it, moved apart where they would overlap."""
-    last = -top
-    for reference in sorted((r for r in references if r.us <= top), key=lambda r: r.us):
+
+    def fraction(us: float) -> float:
+        if log:
+            return math.log(us / floor) / math.log(top / floor)
+        return (us - floor) / (top - floor)
+
+    last = -1.0
+    for reference in sorted((r for r in references if floor < r.us <= top), key=lambda r: r.us):
         axes.axhline(reference.us, color=palette.PINK, lw=1, ls=(0, (4, 2)), zorder=0)
-        place = max(reference.us, last + top * 0.065)
-        last = place
+        last = max(fraction(reference.us), last + 0.06)
         axes.annotate(
-            f"{short(reference.label, 26)} {micro(reference.us)}",
-            (1.01, place),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            fontsize=8,
-            color="#7a3b61",
-            annotation_clip=False,
-        )
+            f"{short(reference.label, 22)} {micro(reference.us)}",
+            (1.01, last), xycoords="axes fraction", va="center", fontsize=8, color="#7a3b61", annotation_clip=False,
+        )  # fmt: skip
 
 
 _MARKS = {"accepted": ("o", palette.GREEN), "rejected": ("X", palette.VERMILION), "undecided": ("s", palette.ORANGE),
@@ -150,7 +164,7 @@ def calibration(points: Sequence[Prediction]) -> Figure:
         axes.set_xlabel("predicted saving per token")
         axes.set_ylabel("measured saving per token")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda v, _: micro(v)))
+            axis.set_major_formatter(FuncFormatter(lambda v, _: tick(v)))
             axis.set_minor_formatter(NullFormatter())
         used = dict.fromkeys(p.outcome for p in points)
         handles = [
@@ -188,7 +202,7 @@ def timeline(view: Timeline) -> Figure:
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("time from the start of the step")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: micro(v) if v else "0"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: tick(v) if v else "0"))
         handles = [Patch(color=c, label=w) for c, w in view.legend]
         figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
     return figure

@@ -76,6 +76,7 @@ def comparison(
     analyses: Sequence[Analysis] = (),
     title: str = "",
     intro: Sequence[str] = (),
+    extra: Sequence[diff_page.Table] = (),
     published: diff_page.Table | None = None,
 ) -> Path:
     """Write one comparison to `out` (an .html file). With `analyses` it has timelines, kernels, syncs and ranks."""
@@ -88,6 +89,7 @@ def comparison(
         title=title or " against ".join(labels[:2]) + (f" and {len(labels) - 2} more" if len(labels) > 2 else ""),
         subtitle=page.engines[0].facts,
         intro=list(intro),
+        extra=list(extra),
         diff=page,
         findings=diff_page.order(findings),
         published=published,

@@ -15,43 +15,47 @@ GREY, LIGHT, PALE = "#8A8F98", "#C9CDD3", "#ECEEF1"
 # What a part of a step is about, whether it ran on the CPU or the GPU.
 TOPICS: dict[str, tuple[str, str]] = {
     "gemm": (BLUE, "matrix products"),
-    "attention": (GREEN, "attention"),
-    "norm": (SKY, "norm, activation, rope"),
-    "pointwise": (SKY, "pointwise"),
+    "attention": (GREEN, "attention, KV cache"),
+    "norm": (SKY, "norm, RoPE, pointwise"),
     "comm": (VERMILION, "communication"),
-    "memory": (YELLOW, "copies, allocation"),
+    "wait": ("#F0B48A", "waiting for peers"),
+    "memory": (YELLOW, "copies, tensors, allocation"),
     "autograd": (PINK, "autograd"),
     "sampling": ("#7A5CA8", "sampling"),
     "python": (ORANGE, "Python"),
-    "runtime": ("#A6611A", "runtime calls, launches"),
+    "runtime": ("#8C5A2B", "runtime calls, launches"),
+    "graph": ("#4B2E83", "graph launch"),
     "sync": (BLACK, "blocked in a sync"),
     "idle": (LIGHT, "idle"),
     "other": (GREY, "other"),
 }
 
-_WORDS: tuple[tuple[str, str], ...] = (
-    ("gemm", "gemm"), ("matmul", "gemm"), ("gemv", "gemm"), ("linear", "gemm"),
-    ("attention", "attention"), ("attn", "attention"), ("kv_", "attention"),
-    ("norm", "norm"), ("activation", "norm"), ("rope", "norm"), ("silu", "norm"), ("pointwise", "norm"),
-    ("elementwise", "norm"), ("fused", "norm"),
-    ("comm", "comm"), ("reduce_scatter", "comm"), ("all_reduce", "comm"), ("collective", "comm"), ("wait", "comm"),
-    ("autograd", "autograd"), ("sampl", "sampling"), ("softmax", "sampling"), ("topk", "sampling"),
-    ("sync", "sync"), ("blocked", "sync"),
-    ("copy", "memory"), ("memory", "memory"), ("mem", "memory"), ("alloc", "memory"), ("tensor", "memory"),
-    ("embedding", "memory"), ("python", "python"), ("runtime", "runtime"), ("launch", "runtime"),
-    ("graph", "runtime"), ("driver", "runtime"), ("idle", "idle"),
-)  # fmt: skip
+# Class names of `trace_diff.classify`, and words in the part names of an account.
+_CLASSES: dict[str, str] = {
+    **dict.fromkeys(("gemm", "gemv", "conv", "moe", "product"), "gemm"),
+    **dict.fromkeys(("attention", "kv_write"), "attention"),
+    **dict.fromkeys(("norm", "rope", "activation", "elementwise", "quant", "reduce", "compiled", "loss", "pool"), "norm"),
+    **dict.fromkeys(("communication", "comm", "transfer", "collective"), "comm"),
+    **dict.fromkeys(("copy", "fill", "index", "allocation", "view", "metadata", "embedding", "memset", "memcpy", "d2h",
+                     "h2d", "d2d", "h2h", "scan", "malloc", "free", "tensor", "memory"), "memory"),
+    **dict.fromkeys(("sampling", "random", "softmax"), "sampling"),
+    **dict.fromkeys(("runtime", "launch", "launches", "module", "query", "event", "event_query", "stream", "driver"), "runtime"),
+    **dict.fromkeys(("graph_launch", "graph"), "graph"),
+    **dict.fromkeys(("sync", "blocked", "host_read", "stream_wait", "host_blocked"), "sync"),
+    "autograd": "autograd", "python": "python", "idle": "idle", "wait": "wait",
+}  # fmt: skip
 
 
 def topic(category: str) -> str:
-    """The topic of a category name such as `gpu.gemm`, `idle.host_late` or `cpu.tensor_management`."""
-    if category.startswith("idle"):
-        return "sync" if "sync" in category or "blocked" in category else "idle"
-    tail = category.split(".", 1)[-1].lower()
-    for word, found in _WORDS:
-        if word in tail:
-            return found
-    return "other"
+    """The topic of a class or part name: `gemm`, `gpu.kv_write`, `idle.host_late`, `comm.wait`."""
+    head, _, tail = category.lower().partition(".")
+    if head == "idle":
+        return "sync" if "sync" in tail or "blocked" in tail else "idle"
+    name = tail or head
+    if name in _CLASSES:
+        return _CLASSES[name]
+    found = [_CLASSES[w] for w in name.replace(" ", "_").split("_") if w in _CLASSES]
+    return found[0] if found else _CLASSES.get(head, "other")
 
 
 def colour(category: str) -> str:

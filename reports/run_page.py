@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reports.run_data import Attempt, Measured, Run
-from reports.text import micro, short
+from reports.text import micro
 from reports.views import Prediction, Reference, WaterfallStep
 
 _REASONS = {
@@ -305,8 +305,7 @@ def _predictions(run: Run) -> list[Prediction]:
     for attempt in run.attempts:
         best = attempt.best_measured
         if attempt.predicted_us is not None and best and best[1].saved_us is not None and attempt.per == "token":
-            label = f"{attempt.number} {short(attempt.mechanism, 22)}"
-            found.append(Prediction(label, attempt.predicted_us, best[1].saved_us, attempt.outcome))
+            found.append(Prediction(str(attempt.number), attempt.predicted_us, best[1].saved_us, attempt.outcome))
     return found
 
 

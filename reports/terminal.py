@@ -23,13 +23,13 @@ def side_by_side(diff: Diff, analyses: Sequence[Analysis] = (), *, layers: bool 
     """Engines, where the wall goes, counts, and context; with `layers` the layer drill-down too."""
     page = diff_page.build(diff, analyses)
     parts: list[RenderableType] = [_engines(page)]
-    parts += [_table(t) for t in page.tables]
+    parts += [table(t) for t in page.tables]
     if layers and page.layers:
-        parts.append(_table(page.layers))
+        parts.append(table(page.layers))
     parts += [Text(f"  {s} (per layer)") for s in page.sentences]
-    parts += [_table(t) for t in (*page.ranks, *page.syncs)]
+    parts += [table(t) for t in (*page.ranks, *page.syncs)]
     if page.context:
-        parts.append(_table(page.context))
+        parts.append(table(page.context))
     parts += [Text(n, style="dim") for n in page.notes]
     return Group(*parts)
 
@@ -46,19 +46,20 @@ def _engines(page: diff_page.DiffPage) -> Table:
     return table
 
 
-def _table(t: diff_page.Table) -> Table:
-    table = Table(title=f"\n{short(t.title, 100)}", title_justify="left", title_style="bold", box=None, pad_edge=False,
+def table(t: diff_page.Table) -> Table:
+    """One table of the view."""
+    out = Table(title=f"\n{short(t.title, 100)}", title_justify="left", title_style="bold", box=None, pad_edge=False,
                   caption=t.note or None, caption_justify="left")  # fmt: skip
-    table.add_column(t.first, overflow="fold", max_width=60)
+    out.add_column(t.first, overflow="fold", max_width=60)
     for column in t.columns:
-        table.add_column(Text(short(column, 32)), justify="right", overflow="fold", max_width=46)
+        out.add_column(Text(short(column, 32)), justify="right", overflow="fold", max_width=46)
     for line in t.lines:
         if line.role == "group":
-            table.add_row(Text(line.name, style="bold"))
+            out.add_row(Text(line.name, style="bold"))
             continue
         style = "bold" if line.role == "sum" else ""
-        table.add_row(Text(short(line.name, 90), style=style), *[_cell(c, style) for c in line.cells])
-    return table
+        out.add_row(Text(short(line.name, 90), style=style), *[_cell(c, style) for c in line.cells])
+    return out
 
 
 def _cell(cell: diff_page.Cell, style: str) -> Text:

@@ -5,16 +5,27 @@ from __future__ import annotations
 import re
 
 
+def three(value: float) -> str:
+    """Three significant digits, trailing zeros kept: 1.00, 13.0, 958."""
+    return f"{value:#.3g}".rstrip(".") if abs(value) < 999.5 else f"{value:,.0f}"
+
+
 def micro(value: float) -> str:
-    """Microseconds with a unit that suits: 8.2 us, 1.35 ms, 2.5 s."""
+    """Microseconds with a unit that suits: 8.20 us, 1.35 ms, 2.50 s."""
     size = abs(value)
     if size >= 999_500:
-        return f"{value / 1_000_000:.3g} s"
+        return f"{three(value / 1_000_000)} s"
     if size >= 999.5:
-        return f"{value / 1000:.3g} ms"
-    if size >= 99.5:
-        return f"{value:.0f} us"
-    return f"{value:.3g} us" if size >= 0.005 else "0 us"
+        return f"{three(value / 1000)} ms"
+    return f"{three(value)} us" if size >= 0.005 else "0 us"
+
+
+def tick(value: float) -> str:
+    """A round number of microseconds on an axis: 15 ms, not 15.0 ms."""
+    size = abs(value)
+    if size >= 1_000_000:
+        return f"{value / 1_000_000:g} s"
+    return f"{value / 1000:g} ms" if size >= 1000 else f"{value:g} us"
 
 
 def short(text: str, limit: int) -> str:

@@ -27,7 +27,6 @@ _MAX_SPANS = 1400  # per lane
 MAX_RANKS = 4
 _HOST = (Kind.CPU_OP, Kind.RUNTIME, Kind.DRIVER, Kind.PYTHON)
 _DEVICE = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
-_BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpy", "cuMemcpy")  # MemcpyAsync too: pageable copies block
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +184,13 @@ def _categorise(name: str, kind: int) -> str:
     """Category of one event, by the one table of `trace_diff.classify`; runtime calls by what they do."""
     from trace_diff import classify
 
-    if kind in (Kind.MEMCPY, Kind.MEMSET):
-        return "copy"
-    if kind == Kind.KERNEL:
+    if kind in _DEVICE:
         return classify.kernel_class(name)
     if kind == Kind.PYTHON:
         return "python"
     if kind in (Kind.RUNTIME, Kind.DRIVER):
-        if "Graph" in name and "Launch" in name:
-            return "graph launch"
-        return "blocked" if any(word in name for word in _BLOCKING) and "Async" not in name else "runtime"
+        found = classify.call_class(name)
+        return "runtime" if found == classify.UNKNOWN else "runtime copy" if found == "memcpy" else found
     return classify.op_class(name)
 
 
@@ -210,7 +206,7 @@ def _step_of(analysis: Analysis, rank: int) -> Step | None:
 
 
 def _engine(analysis: Analysis, end_us: float) -> EngineView | None:
-    by_rank = {t.rank: t for t in analysis.traceset.traces}
+    by_rank = {t.rank: t for t in analysis.traceset}
     ranks = [r for r in sorted(by_rank) if analysis.steps.get(r)]
     if len(ranks) > MAX_RANKS:
         ranks = sorted({analysis.slowest, *ranks[: MAX_RANKS - 1]})

@@ -1,0 +1,436 @@
+"""`trace-diff`: the command line over trace_diff. Parses, calls, prints; starts fast and never imports torch.
+
+    trace-diff A B [C...]        side-by-side table and findings; the first is "here"
+    trace-diff show FILE...      what one engine's traces hold
+    trace-diff explain FINDING   one rule, or its answer for traces
+    trace-diff export, cut, capture, demo
+
+A and B are files, folders (one file per rank) or `baseline:ID` for a bundled trace. Exit codes are in EXIT.
+Not for: analysis (trace_diff) or drawing (the other modules here).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trace_diff.analysis import Analysis
+    from trace_diff.ingest import TraceSet
+
+EXIT = {
+    0: "done (explain: the finding is there)",
+    1: "--fail-if-slower: a comparable reference is faster by more than allowed",
+    2: "wrong command line",
+    3: "a file cannot be read, written or trusted",
+    4: "nothing to look at: no complete step of the phase, nothing comparable, or the evidence is missing",
+    5: "capture refused: the named check failed",
+    6: "explain: the rule looked and found nothing",
+}
+COMMANDS = ("diff", "show", "explain", "export", "cut", "capture", "demo")
+
+
+class Stop(Exception):
+    """Ends the program with one clear line."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code. The console script passes it to sys.exit."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0] not in COMMANDS and args[0] not in ("-h", "--help", "--version"):
+        args.insert(0, "diff")
+    try:
+        options = _parser().parse_args(args)
+        if not hasattr(options, "run"):
+            _parser().print_help()
+            return 2
+        return options.run(options)
+    except Stop as stop:
+        _say(f"trace-diff: {stop}")
+        return stop.code
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away: nothing to tell
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _known_errors() -> tuple[type[Exception], ...]:
+    from reports.baselines import BaselineError
+    from trace_diff.cut import CutError
+    from trace_diff.ingest import TraceError
+
+    return (TraceError, CutError, BaselineError, OSError, UnicodeError)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text.rstrip() + "\n")
+
+
+def _out(text: str) -> None:
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def _percent(text: str) -> float:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a percentage such as 3%")
+    return float(match[1]) / 100
+
+
+def _control(text: str) -> tuple[str, float]:
+    label, _, value = text.rpartition("=")
+    try:
+        return label, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give LABEL=MICROSECONDS, or MICROSECONDS for the first") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    codes = "\n".join(f"  {code}  {words}" for code, words in EXIT.items())
+    parser = argparse.ArgumentParser(
+        prog="trace-diff",
+        description=__doc__.split("\n\n")[0] if __doc__ else None,
+        epilog=f"Without a command name, arguments are those of diff: trace-diff A B [C...].\n\nexit codes:\n{codes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    _add_diff(commands)
+    _add_show(commands)
+    _add_explain(commands)
+    _add_export(commands)
+    _add_cut(commands)
+    _add_capture(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _inputs(p: argparse.ArgumentParser, many: str = "+") -> None:
+    p.add_argument("traces", nargs=many, metavar="TRACE", help="trace file, folder of ranks, or baseline:ID; the first is 'here'")
+    p.add_argument("--label", action="append", default=[], help="name of a trace, in order; repeat")
+    p.add_argument("--phase", choices=("decode", "prefill"), default="decode")
+    p.add_argument("--control-us", action="append", default=[], type=_control, metavar="[LABEL=]US",
+                   help="wall of one step of this cell without the profiler; repeat")  # fmt: skip
+
+
+def _add_diff(commands: Any) -> None:
+    p = commands.add_parser("diff", help="compare traces side by side (the default)")
+    _inputs(p)
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.add_argument("--markdown", action="store_true", help="print Markdown")
+    p.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained page")
+    p.add_argument("--map", type=Path, metavar="TRACE", help="eager stack trace of the first engine: Python lines for kernels inside its graphs")
+    p.add_argument("--layers", action="store_true", help="print the layer drill-down too")
+    p.add_argument("--fail-if-slower", type=_percent, metavar="3%", help="exit 1 when a comparable reference's step is faster by more")
+    p.set_defaults(run=_diff)
+
+
+def _add_show(commands: Any) -> None:
+    p = commands.add_parser("show", help="what traces hold: ranks, spans, steps")
+    p.add_argument("traces", nargs="+", metavar="TRACE")
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(run=_show)
+
+
+def _add_explain(commands: Any) -> None:
+    p = commands.add_parser("explain", help="one finding: its rule, or its answer for traces")
+    p.add_argument("finding", help="id of a finding or name of a rule; 'list' lists them")
+    _inputs(p, "*")
+    p.set_defaults(run=_explain)
+
+
+def _add_export(commands: Any) -> None:
+    p = commands.add_parser("export", help="all engines in one timeline for Perfetto, aligned on a step")
+    _inputs(p)
+    p.add_argument("--perfetto", action="store_true", help="Chrome trace JSON for ui.perfetto.dev (the only format)")
+    p.add_argument("-o", "--out", type=Path, default=Path("trace-diff.json.gz"))
+    p.set_defaults(run=_export)
+
+
+def _add_cut(commands: Any) -> None:
+    p = commands.add_parser("cut", help="a few steps out of a large trace")
+    p.add_argument("trace", type=Path)
+    p.add_argument("-o", "--out", type=Path, required=True)
+    p.add_argument("--prefill", type=int, default=1, help="prefill steps right before (default 1)")
+    p.add_argument("--decode", type=int, default=4, help="neighbouring decode steps (default 4)")
+    p.add_argument("--control-step-us", type=float, help="kept in the file: step wall without the profiler")
+    p.set_defaults(run=_cut)
+
+
+def _add_capture(commands: Any) -> None:
+    p = commands.add_parser("capture", help="trace a running vLLM, SGLang or other server")
+    p.add_argument("url", help="http://HOST:PORT or unix:///PATH")
+    p.add_argument("--trace-dir", type=Path, required=True, help="where the server writes its traces")
+    p.add_argument("-o", "--out", type=Path, default=Path("captured"))
+    p.add_argument("--phase", action="append", choices=("prefill", "decode"), help="repeat; default both")
+    p.add_argument("--prompt-tokens", type=int, default=128)
+    p.add_argument("--new-tokens", type=int, default=16)
+    p.add_argument("--batch", type=int, default=1)
+    p.add_argument("--ranks", type=int, help="expected trace files; default: what the server says, else 1")
+    p.add_argument("--cpu", action="store_true", help="no device events expected")
+    p.add_argument("--vocab", type=int, default=1000, help="prompts are random token ids below this")
+    p.add_argument("--with-stack", action="store_true", help="ask the server for Python stacks")
+    p.add_argument("--max-steps", type=int, default=200)
+    p.add_argument("--max-mb", type=float, default=400.0)
+    p.add_argument("--max-minutes", type=float, default=5.0)
+    p.set_defaults(run=_capture)
+
+
+def _add_demo(commands: Any) -> None:
+    p = commands.add_parser("demo", help="the bundled H200 comparison, and why autograd was the cost")
+    p.add_argument("--html", type=Path, metavar="OUT")
+    p.set_defaults(run=_demo)
+
+
+# -- loading ---------------------------------------------------------------------------------------------------
+
+
+def _load(spec: str, label: str | None) -> tuple[TraceSet, float | None]:
+    """One engine's traces and its unprofiled step wall, where a baseline knows it."""
+    from trace_diff import ingest
+
+    if spec.startswith("baseline:"):
+        from reports import baselines
+
+        found = baselines.get(spec.removeprefix("baseline:"))
+        return ingest.load_many(found.paths, label or found.label), found.control_us
+    path = Path(spec)
+    if not path.exists():
+        raise Stop(3, f"{spec}: no such file or folder")
+    name = label or (path.name if path.is_dir() else path.name.split(".")[0])
+    return ingest.load_many([path], name, progress=_progress(spec)), None
+
+
+def _progress(name: str) -> Any:
+    """A counter on a terminal, for files that take a while; silent otherwise."""
+    if not sys.stderr.isatty():
+        return None
+
+    def tell(done: int, whole: int) -> None:
+        if whole > 20_000_000:
+            sys.stderr.write(f"\r{name}: {done / max(whole, 1):4.0%}" + ("\n" if done >= whole else ""))
+
+    return tell
+
+
+def _analyses(options: argparse.Namespace) -> list[Analysis]:
+    from trace_diff import api
+
+    found: list[Analysis] = []
+    controls = dict(options.control_us)
+    for at, spec in enumerate(options.traces):
+        label = options.label[at] if at < len(options.label) else None
+        try:
+            traces, control = _load(spec, label)
+            analysis = api.analyse(traces, options.phase)
+        except api.NoSteps as error:
+            raise Stop(4, str(error)) from None
+        except _known_errors() as error:
+            raise Stop(3, _one_line(error, spec)) from None
+        if any(a.label == analysis.label for a in found):
+            from dataclasses import replace
+
+            analysis = replace(analysis, label=f"{analysis.label} ({at + 1})")
+        control = controls.get(analysis.label, controls.get("") if at == 0 else None) or control
+        found.append(analysis.with_control(control))
+    unknown = [n for n in controls if n and n not in {a.label for a in found}]
+    if unknown:
+        raise Stop(2, f"--control-us {unknown[0]}: no such label; there are: {', '.join(a.label for a in found)}")
+    return found
+
+
+def _one_line(error: Exception, spec: str) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())
+    return text if spec.removeprefix("baseline:") in text or ":" in text else f"{spec}: {text}"
+
+
+def _console(width: int | None = None) -> Any:
+    from rich.console import Console
+
+    return Console(width=width or (None if sys.stdout.isatty() else 150), highlight=False, markup=False, emoji=False)
+
+
+def _write(path: Path, write: Any) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write()
+    except OSError as error:
+        raise Stop(3, f"{path}: {error.strerror or error}") from None
+
+
+# -- commands --------------------------------------------------------------------------------------------------
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from trace_diff import api
+
+    analyses = _analyses(options)
+    diff = api.compare(analyses)
+    found = api.find(analyses[0], analyses[1:])
+    mapped = _mapped(options.map, analyses[0]) if options.map else None
+    if options.json:
+        from dataclasses import asdict
+
+        data = {"diff": diff.to_json(), "findings": [asdict(f) for f in found]}
+        if mapped is not None:
+            data["map"] = mapped
+        _out(json.dumps(data, indent=1, default=_plain))
+    elif options.markdown:
+        from reports import markdown
+
+        _out(markdown.comparison(diff, found, analyses))
+    else:
+        from reports import terminal
+
+        console = _console()
+        console.print(terminal.side_by_side(diff, analyses, layers=options.layers))
+        console.print(terminal.findings(found))
+        if mapped is not None:
+            console.print(f"\n{mapped['share']:.1%} of GPU time has a Python line through {options.map}")
+            for row in mapped["lines"][:15]:
+                console.print(f"  {row['us']:10.1f} us  {row['line']}")
+    if options.html:
+        from reports import html
+
+        _write(options.html, lambda: html.comparison(diff, found, options.html, analyses=analyses))
+        _say(f"wrote {options.html}")
+    return _slower(options.fail_if_slower, diff)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _slower(limit: float | None, diff: Any) -> int:
+    if limit is None:
+        return 0
+    here, others = diff.engines[0], diff.engines[1:]
+    if not others:
+        raise Stop(4, "--fail-if-slower: no comparable reference")
+    for other in others:
+        if here.wall_us > other.wall_us * (1 + limit):
+            _say(f"trace-diff: {here.label} is {here.wall_us / other.wall_us - 1:.1%} slower than {other.label}, {limit:.1%} allowed")
+            return 1
+    return 0
+
+
+def _mapped(path: Path, analysis: Analysis) -> dict[str, Any]:
+    from trace_diff import stackmap
+
+    raise Stop(4, f"--map {path}: {stackmap.__name__} of {analysis.label}")
+
+
+def _show(options: argparse.Namespace) -> int:
+    from reports import show
+
+    try:
+        data = show.describe(options.traces)
+    except _known_errors() as error:
+        raise Stop(3, _one_line(error, options.traces[0])) from None
+    if options.json:
+        _out(json.dumps(data, indent=1, default=_plain))
+    else:
+        _console().print(show.table(data))
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from reports import explain
+
+    if options.finding == "list":
+        _out("\n".join(f"{name:28} {line}" for name, line in explain.rules()))
+        return 0
+    if not options.traces:
+        text = explain.rule(options.finding)
+        if text is None:
+            raise Stop(2, f"no rule '{options.finding}'; there are: {', '.join(n for n, _ in explain.rules())}")
+        _out(text)
+        return 0
+    from reports import terminal
+    from trace_diff import api
+
+    analyses = _analyses(options)
+    found = [f for f in api.find(analyses[0], analyses[1:]) if options.finding in (f.id, f.rule)]
+    if not found:
+        raise Stop(2, f"no finding '{options.finding}'; there are: {', '.join(n for n, _ in explain.rules())}")
+    for f in found:
+        _console().print(terminal.explain(f))
+    status = {str(f.status) for f in found}
+    return 0 if "found" in status else 4 if "could_not_look" in status else 6
+
+
+def _export(options: argparse.Namespace) -> int:
+    from trace_diff import perfetto
+
+    analyses = _analyses(options)
+    _write(options.out, lambda: perfetto.export(analyses, options.out))
+    _say(f"wrote {options.out}: open it at ui.perfetto.dev; zero is the start of one {options.phase} step of every engine")
+    return 0
+
+
+def _cut(options: argparse.Namespace) -> int:
+    from trace_diff import cut
+
+    try:
+        report = cut.cut(
+            options.trace,
+            options.out,
+            prefill=options.prefill,
+            decode=options.decode,
+            control_step_us=options.control_step_us,
+        )
+    except _known_errors() as error:
+        raise Stop(3, _one_line(error, str(options.trace))) from None
+    _say(f"wrote {options.out}: {report.events} of {report.parent_events} events, steps {', '.join(report.steps)}")
+    return 0
+
+
+def _capture(options: argparse.Namespace) -> int:
+    from trace_diff import capture
+    from trace_diff.server import ServerError
+
+    phases = options.phase or ["prefill", "decode"]
+    limits = capture.Limits(options.max_minutes, int(options.max_mb * 1e6), options.max_steps)
+    extra = {"with_stack": True} if options.with_stack else {}
+    try:
+        for work in capture.workloads(options.prompt_tokens, options.new_tokens, options.batch, phases):
+            got = capture.capture(
+                options.url, options.trace_dir, options.out, work, ranks=options.ranks,
+                device=False if options.cpu else None, vocab=options.vocab, limits=limits, options=extra,
+            )  # fmt: skip
+            ratio = "no control" if got.perturbation is None else f"{got.perturbation:.2f}x of the unprofiled step"
+            _say(f"{got.phase}: {', '.join(got.files)} in {options.out / got.phase}; {got.steps[0]} steps, {ratio}")
+    except (capture.CaptureError, ServerError) as error:
+        raise Stop(5, f"capture: {error}") from None
+    except _known_errors() as error:
+        raise Stop(3, _one_line(error, options.url)) from None
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from reports import demo
+
+    try:
+        shown = demo.build()
+    except _known_errors() as error:
+        raise Stop(3, _one_line(error, "baseline_traces")) from None
+    demo.print_to(_console(), shown)
+    if options.html:
+        _write(options.html, lambda: demo.write_html(shown, options.html))
+        _say(f"wrote {options.html}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
