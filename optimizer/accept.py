@@ -23,6 +23,7 @@ from optimizer.types import Calibration, Pair, Protocol, RejectReason, Stage, St
 MARGIN_FLOOR = 0.005  # smaller gains are not worth a line of code
 MARGIN_CPU_TP = 0.02  # ranks that share cores: A/A on such a machine is biased by more than the floor
 MAX_DISCARDED = 0.2  # of the pairs of a stage
+INTERRUPTED = "interrupted"  # a pair that a killed run left behind: nobody saw its times, it is no discard
 CANARY_EVERY = 10  # candidates between two hidden A/A trials
 CANARY_ALPHA = 0.002  # two-sided; three canaries a session stay under 1 %
 MDE_POWER = 0.8
@@ -242,10 +243,10 @@ def false_accept_bound(protocol: Protocol, calibration: Calibration, trials: int
     """95 % upper bound of the chance to accept one no-op under this calibration's noise (normal), by simulation."""
     rule, sizes = rule_of(protocol), _sizes(protocol)
     rate = acceptance_rate(rule, sizes, 0.0, calibration.margin, calibration.log_sd, calibration.pairs - 1, trials)
-    return _binomial_upper(round(rate * trials), trials)
+    return binomial_upper(round(rate * trials), trials)
 
 
-def _binomial_upper(hits: int, trials: int) -> float:
+def binomial_upper(hits: int, trials: int) -> float:
     """Clopper-Pearson one-sided 95 % bound."""
     return 1.0 if hits >= trials else float(stats.beta_quantile(0.95, hits + 1, trials - hits))
 
@@ -286,7 +287,7 @@ def judge(stage: Stage, pairs: Sequence[Pair], calibration: Calibration, protoco
 
 
 def _too_many_discarded(stage: Stage, own: Sequence[Pair], protocol: Protocol) -> StageResult | None:
-    dropped = [p.discarded for p in own if p.discarded]
+    dropped = [p.discarded for p in own if p.discarded and p.discarded != INTERRUPTED]
     allowed = max(1, int(MAX_DISCARDED * stage_pairs(protocol, stage)))
     if len(dropped) <= allowed:
         return None

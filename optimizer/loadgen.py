@@ -191,4 +191,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from optimizer import loadgen  # by its own name: what travels over the pipe must not belong to __main__
+
+    loadgen.main()
