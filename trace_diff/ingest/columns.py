@@ -89,7 +89,7 @@ class Columns:
         self._blocks += 1
         if not events:
             return
-        phases, cats, names, pids, tids, ts, dur, ids, args = zip(*map(_columns, events), strict=True)
+        phases, cats, names, pids, tids, ts, dur, _ids, args = zip(*map(_columns, events), strict=True)
         is_complete = np.array([p == "X" for p in phases])
         keep = np.flatnonzero(is_complete)
         if len(keep) < len(events):

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from isal import isal_zlib
+from isal import igzip_lib, isal_zlib
 
 from trace_diff.ingest.notes import NoteBook
 
@@ -85,7 +85,7 @@ def _gunzip(path: Path, data: bytes, read: Callable[[], bytes], notes: NoteBook)
                 return
             try:
                 text = machine.decompress(data, CHUNK)
-            except (isal_zlib.error, zlib.error) as error:
+            except igzip_lib.IsalError as error:
                 notes.cut(f"the gzip stream is damaged after about {seen} bytes of text ({error})")
                 yield from _up_to_the_damage(path, seen)
                 return

@@ -1,0 +1,125 @@
+"""What a kernel, copy, host op or runtime call is, by the table in kernel_table. Unknown is an answer; guessing is not.
+
+Not for: times, counts.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from trace_diff import kernel_table as table
+
+UNKNOWN = "unknown"
+
+
+def _compiled(rows: tuple[tuple[str, str], ...]) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    return tuple((name, re.compile(pattern)) for name, pattern in rows)
+
+
+_kernels = _compiled(table.KERNELS)
+_inductor = _compiled(table.INDUCTOR)
+_copies = _compiled(table.COPIES)
+_ops = _compiled(table.OPS)
+_calls = _compiled(table.CALLS)
+_collectives = tuple((b, o, re.compile(p)) for b, o, p in table.COLLECTIVES)
+_INDUCTOR_NAME = re.compile(r"triton_(poi|red|per|tem|for|spl)_fused(?:_(.*?))?(?:_\d+)?$")
+_MANGLED = re.compile(r"_Z[A-Za-z0-9_]+")
+_CPU_OP_COLLECTIVE = re.compile(
+    r"(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier|gather|scatter|send|recv|reduce)", re.I
+)
+
+
+@lru_cache(maxsize=1 << 16)
+def kernel_class(name: str) -> str:
+    """Class of a device row: gemm, gemv, attention, norm, ..., communication, d2h, h2d, d2d, memset, unknown."""
+    text = name.lower()
+    if text.startswith(("memcpy", "copydeviceto", "copyhostto", "hipmemcpy")):
+        return copy_kind(name)
+    if text.startswith("memset"):
+        return "memset"
+    if collective(name):
+        return "communication"
+    match = _INDUCTOR_NAME.match(text)
+    if match:
+        return _inductor_class(match.group(1), match.group(2) or "")
+    for cls, pattern in _kernels:
+        if pattern.search(text):
+            return cls
+    return UNKNOWN
+
+
+def _inductor_class(template: str, ops: str) -> str:
+    for cls, pattern in _inductor:
+        if pattern.search(ops):
+            return cls
+    words = {w for w in ops.split("_") if w and not w.isdigit()} - {"fused"}
+    if words and words <= table.INDUCTOR_COPIES:
+        return "copy"
+    return table.INDUCTOR_TEMPLATES[template]
+
+
+@lru_cache(maxsize=4096)
+def copy_kind(name: str) -> str:
+    """d2h, h2d, d2d, h2h of a copy row's name; "memcpy" where it does not say."""
+    text = name.lower()
+    for kind, pattern in _copies:
+        if pattern.search(text):
+            return kind
+    return "memcpy"
+
+
+@lru_cache(maxsize=1 << 14)
+def collective(name: str) -> tuple[str, str] | None:
+    """(backend, operation) of a device kernel that communicates, else None. RCCL kernels carry NCCL's names."""
+    text = name.lower()
+    for backend, operation, pattern in _collectives:
+        if pattern.search(text):
+            return backend, operation
+    return None
+
+
+@lru_cache(maxsize=1 << 14)
+def host_collective(name: str) -> tuple[str, str] | None:
+    """(backend, operation) of a host row that communicates (gloo:all_reduce, c10d::allreduce_, _C::shm_allreduce)."""
+    if op_class(name) != "communication":
+        return None
+    head = name.split(":")[0].lower()
+    if head in ("gloo", "nccl", "ucc", "mpi", "rccl"):
+        backend = head
+    elif "shm_" in name:
+        backend = "shm"
+    elif "symm_mem" in name:
+        backend = "symm_mem"
+    elif "_custom_ar" in name:
+        backend = "custom"
+    else:
+        backend = "c10d"
+    found = _CPU_OP_COLLECTIVE.search(name.replace("_base", ""))
+    operation = found.group(1).lower() if found else "other"
+    if "_" not in operation:
+        for short, full in (("allreduce", "all_reduce"), ("allgather", "all_gather"), ("alltoall", "all_to_all"), ("reducescatter", "reduce_scatter")):
+            operation = full if operation == short else operation
+    return backend, operation
+
+
+@lru_cache(maxsize=1 << 16)
+def op_class(name: str) -> str:
+    """Class of a host operator: gemm, attention, view, allocation, copy, autograd, communication, ..., unknown."""
+    match = _INDUCTOR_NAME.match(name.lower())
+    if match:
+        return _inductor_class(match.group(1), match.group(2) or "")
+    for cls, pattern in _ops:
+        if pattern.match(name):
+            return cls
+    return UNKNOWN
+
+
+@lru_cache(maxsize=4096)
+def call_class(name: str) -> str:
+    """Class of a runtime or driver call: launch, graph_launch, memcpy, memset, sync, malloc, free, query, ..., unknown."""
+    text = name.lower()
+    for cls, pattern in _calls:
+        if pattern.search(text):
+            return cls
+    return UNKNOWN

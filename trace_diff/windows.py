@@ -1,0 +1,234 @@
+"""Steps of a trace: where each begins and ends, and which rows are its own.
+
+Host rows belong to the step during which they began; device rows to the step of their launch, wherever they run.
+The wall window follows the device: it begins when the step's annotation has begun *and* earlier steps' device work
+is done, and ends where the next window begins. In a steady engine that is the period of a token; where work is
+pipelined (the device runs behind the host) it is the device's own period. Not for: accounts (attribute).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trace_diff import classify, grammar, repetition
+from trace_diff.ingest.trace import Trace
+from trace_diff.links import Links, links
+from trace_diff.types import Kind, Phase, Step
+
+Ints = npt.NDArray[np.int64]
+_PAUSE = 3  # a gap after a step longer than this many times the step is the server waiting, not the step
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A step on the host, before device work is looked at."""
+
+    name: str
+    start: int
+    end: int
+    said: grammar.StepName
+    inferred: bool = False
+
+
+def steps(trace: Trace) -> list[Step]:
+    """All steps of `trace`, in order; incomplete and empty ones are flagged, `complete` False. Computed once.
+
+    Found from annotations (the engine's own before ProfilerStep, the outermost of nested ones, on one thread), else
+    from repetition of graph launches, kernels or host operators; then every step carries the flag "inferred".
+    """
+    if "steps" not in trace.cache:
+        marks = annotated(trace) or repetition.marks(trace)
+        trace.cache["steps"] = _steps(trace, marks) if marks else []
+    return trace.cache["steps"]
+
+
+def annotated(trace: Trace) -> list[Mark]:
+    """Step annotations of one thread, outermost only, in order."""
+    for kind in (Kind.ANNOTATION, Kind.GPU_ANNOTATION, Kind.CPU_OP):
+        found = _named(trace, trace.rows(kind))
+        if found:
+            return found
+    return []
+
+
+def _named(trace: Trace, rows: Ints) -> list[Mark]:
+    events = trace.events
+    said = [grammar.parse(n) for n in trace.names]
+    is_step = np.array([s is not None for s in said] or [False])
+    rows = rows[is_step[events.name[rows]]] if len(rows) else rows
+    if len(rows) == 0:
+        return []
+    grade = np.array([s.grade if s else 0 for s in said])
+    best = int(grade[events.name[rows]].max())
+    marks: list[Mark] = []
+    top = rows[grade[events.name[rows]] == best]
+    track = Counter(events.track[top].tolist()).most_common(1)[0][0]
+    for i in top[events.track[top] == track].tolist():
+        start, end = int(events.ts_ns[i]), int(events.ts_ns[i] + events.dur_ns[i])
+        if marks and start < marks[-1].end:
+            continue  # nested in the one before: counted once
+        name = trace.names[events.name[i]]
+        told = said[events.name[i]]
+        assert told is not None
+        marks.append(Mark(name, start, end, told))
+    inner = rows[(grade[events.name[rows]] < best) & (events.track[rows] == track)]
+    return [_told_inside(trace, mark, inner, said) for mark in marks]
+
+
+def _told_inside(trace: Trace, mark: Mark, inner: Ints, said: list[grammar.StepName | None]) -> Mark:
+    """Fill what the outer annotation leaves open (a ProfilerStep's phase) from the only one nested in it."""
+    if mark.said.phase is not Phase.UNKNOWN or mark.said.empty:
+        return mark
+    starts = trace.events.ts_ns[inner]
+    rows = inner[(starts >= mark.start) & (starts < mark.end)]
+    phases = {told.phase for i in rows.tolist() if (told := said[trace.events.name[i]])}
+    if len(phases) == 1:
+        told = said[trace.events.name[rows[0]]]
+        assert told is not None
+        return replace(mark, said=replace(told, grade=mark.said.grade))
+    return mark
+
+
+def _steps(trace: Trace, marks: list[Mark]) -> list[Step]:
+    events = trace.events
+    n = len(events)
+    tied = links(trace)
+    starts = np.array([m.start for m in marks], np.int64)
+    owner = _owners(trace, starts, tied)
+    end = events.ts_ns + events.dur_ns
+    last_work, first_work = _device_bounds(owner, tied, events.ts_ns, end, len(marks))
+    begin = np.array([m.start for m in marks], np.int64)
+    begin[1:] = np.maximum(begin[1:], np.maximum.accumulate(last_work)[:-1])
+    begin = np.maximum.accumulate(begin)
+    order = np.argsort(owner, kind="stable")
+    bounds = np.searchsorted(owner[order], np.arange(len(marks) + 1))
+    launched = _host_ends(trace, marks, owner)
+    out: list[Step] = []
+    for k, mark in enumerate(marks):
+        rows = order[bounds[k] : bounds[k + 1]]
+        done = max(mark.end, int(last_work[k]), int(launched[k]), int(begin[k]))
+        stop = done
+        if k + 1 < len(marks):
+            stop = int(begin[k + 1])
+            if stop - done > _PAUSE * max(done - int(begin[k]), 1):
+                stop = done
+        rows = _with_unlinked(rows, tied, owner, events.ts_ns, int(begin[k]), stop)
+        out.append(
+            Step(
+                rank=trace.rank,
+                index=k,
+                name=mark.name,
+                phase=mark.said.phase,
+                requests=mark.said.requests,
+                tokens=mark.said.tokens,
+                start_ns=int(begin[k]),
+                end_ns=max(stop, int(begin[k])),
+                rows=rows,
+                flags=("inferred",) if mark.inferred else (),
+            )
+        )
+    assert n == len(owner)
+    return flagged(trace, out, marks, tied)
+
+
+def _owners(trace: Trace, starts: Ints, tied: Links) -> Ints:
+    """Step of every row, -1 for none: host rows by their start, device rows by their launch."""
+    events = trace.events
+    owner = np.searchsorted(starts, events.ts_ns, side="right") - 1
+    device = tied.device_rows
+    call = np.where(tied.launch >= 0, tied.launch, tied.op)
+    owner[device] = np.where(call >= 0, owner[np.maximum(call, 0)], -1)
+    others = trace.rows(Kind.GPU_ANNOTATION, Kind.SYNC, Kind.PROFILER)
+    spans = events.dur_ns[others] > 0
+    owner[others[spans & (events.kind[others] == Kind.PROFILER)]] = -1
+    return owner
+
+
+def _device_bounds(owner: Ints, tied: Links, start: Ints, end: Ints, count: int) -> tuple[Ints, Ints]:
+    """Last end and first start of each step's device work; the smallest and largest integer where it has none."""
+    info = np.iinfo(np.int64)
+    last, first = np.full(count, info.min, np.int64), np.full(count, info.max, np.int64)
+    rows = tied.device_rows[owner[tied.device_rows] >= 0]
+    np.maximum.at(last, owner[rows], end[rows])
+    np.minimum.at(first, owner[rows], start[rows])
+    return last, first
+
+
+def _host_ends(trace: Trace, marks: list[Mark], owner: Ints) -> Ints:
+    """End of the last device launch or copy call of each step: sampling is often launched after the annotation."""
+    last = np.full(len(marks), np.iinfo(np.int64).min, np.int64)
+    calls = trace.rows(Kind.RUNTIME, Kind.DRIVER)
+    wanted = np.array([classify.call_class(n) in ("launch", "graph_launch", "memcpy", "memset", "sync") for n in trace.names] or [False])
+    calls = calls[wanted[trace.events.name[calls]] & (owner[calls] >= 0)] if len(calls) else calls
+    np.maximum.at(last, owner[calls], trace.events.ts_ns[calls] + trace.events.dur_ns[calls])
+    return last
+
+
+def _with_unlinked(rows: Ints, tied: Links, owner: Ints, start: Ints, a: int, b: int) -> Ints:
+    """Add device rows that no launch in the file explains and that begin inside the window."""
+    loose = tied.device_rows[owner[tied.device_rows] < 0]
+    loose = loose[(start[loose] >= a) & (start[loose] < b)]
+    return np.sort(np.concatenate([rows, loose])).astype(np.int64)
+
+
+def flagged(trace: Trace, found: list[Step], marks: list[Mark], tied: Links) -> list[Step]:
+    """Mark what must stay out of averages: empty, cut-off and under-recorded steps."""
+    launch_of = tied.launch_of(len(trace.events))
+    graph_call = np.array([classify.call_class(n) == "graph_launch" for n in trace.names] or [False])
+    launch_call = np.array([classify.call_class(n) in ("launch", "graph_launch") for n in trace.names] or [False])
+    is_call = np.isin(trace.events.kind, (Kind.RUNTIME, Kind.DRIVER))
+    work = np.isin(trace.events.kind, (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET))
+    has_device = bool(work.any())
+    seen: list[tuple[int, int, int, tuple[int, ...]]] = []
+    for step in found:
+        rows = step.rows
+        device = rows[work[rows]]
+        calls = rows[is_call[rows] & launch_call[trace.events.name[rows]]]
+        got = set(launch_of[device].tolist())
+        answered = sum(c in got for c in calls.tolist())
+        replays = tuple(
+            int((launch_of[device] == c).sum()) for c in calls.tolist() if graph_call[trace.events.name[c]]
+        )
+        seen.append((len(device), len(calls), answered, replays))
+    out = []
+    for k, (step, mark) in enumerate(zip(found, marks, strict=True)):
+        peers = [seen[j] for j in range(len(found)) if found[j].phase == step.phase and j != k]
+        flags = step.flags + tuple(_flags(seen[k], peers, mark, has_device))
+        if k == len(found) - 1 and (trace.notes.truncated or _cut(seen[k], peers)):
+            flags += ("last",)
+        if k == 0 and _cut(seen[k], peers):
+            flags += ("first",)
+        out.append(replace(step, flags=flags, complete=not set(flags) & {"empty", "under_recorded", "last", "first"}))
+    return out
+
+
+def _flags(
+    own: tuple[int, int, int, tuple[int, ...]],
+    peers: list[tuple[int, int, int, tuple[int, ...]]],
+    mark: Mark,
+    has_device: bool,
+) -> list[str]:
+    device, calls, answered, replays = own
+    flags = []
+    if mark.said.empty or (has_device and device == 0):
+        flags.append("empty")
+    if calls and answered < calls * 0.98 and not mark.said.empty:
+        flags.append("under_recorded")
+    same = [p[3] for p in peers if len(p[3]) == len(replays)]
+    if replays and same and "under_recorded" not in flags:
+        usual = [max(p[i] for p in same) for i in range(len(replays))]
+        if any(count < 0.98 * most for count, most in zip(replays, usual, strict=True)):
+            flags.append("under_recorded")
+    return flags
+
+
+def _cut(own: tuple[int, int, int, tuple[int, ...]], peers: list[tuple[int, int, int, tuple[int, ...]]]) -> bool:
+    """Clearly less work than the usual step of its phase: the profiler began or ended inside it."""
+    if len(peers) < 2:
+        return False
+    usual = sorted(p[1] for p in peers)[len(peers) // 2]
+    return own[1] < 0.5 * usual
