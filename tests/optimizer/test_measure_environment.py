@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from optimizer import environment, loadgen
 from optimizer.environment import Snapshot, Window, disagreement, parse_gpus, window
 
@@ -17,7 +19,7 @@ def test_foreign_load_is_what_is_left_after_the_arm_and_its_client():
     before = Snapshot(100.0, 50.0, 1.0, 3.0, 1.0, own_s=10.0)
     after = Snapshot(110.0, 68.0, 1.5, 8.0, 2.0, own_s=22.0)
     w = window(before, after, cores=2)
-    assert (w.foreign_cores, w.own_cores, w.steal_share, w.pressure_share) == (0.6, 1.2, 0.025, 0.5)
+    assert (w.foreign_cores, w.own_cores, w.steal_share, w.pressure_share) == pytest.approx((0.6, 1.2, 0.025, 0.5))
 
 
 def test_reasons_are_symmetric_and_few():
