@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: env optimize test lint redteam clean
+.PHONY: env optimize test lint redteam aiperf-env clean
 
 env: $(STAMP)
 
@@ -25,6 +25,14 @@ lint: env
 
 test: lint
 	$(BIN)/python -m pytest
+
+# AIPerf pins versions that disagree with ours: an environment of its own, for `optimize bench --aiperf`.
+aiperf-env: .venv-aiperf/.installed
+
+.venv-aiperf/.installed: env
+	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python .venv-aiperf
+	$(BIN)/uv pip install -q --python .venv-aiperf/bin/python aiperf==0.13.0
+	touch $@
 
 redteam: env
 	$(BIN)/python -m redteam
