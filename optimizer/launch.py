@@ -299,7 +299,7 @@ def _binds(spec: LaunchSpec, work: Path, level: SandboxLevel) -> dict[str, Bind]
 
 def _argv(spec: LaunchSpec, binds: dict[str, Bind], level: SandboxLevel) -> list[str]:
     io = sandbox.inside(level, binds["io"])
-    return render_serve(
+    argv = render_serve(
         spec.target,
         python=_absolute(spec.python),
         launcher=sandbox.inside(level, binds["launcher"]),
@@ -309,6 +309,7 @@ def _argv(spec: LaunchSpec, binds: dict[str, Bind], level: SandboxLevel) -> list
         socket=f"{io}/s.sock",
         trace_dir=f"{io}/traces",
     )
+    return [*argv, *spec.extra_args]
 
 
 def _environment(spec: LaunchSpec, binds: dict[str, Bind], level: SandboxLevel) -> dict[str, str]:

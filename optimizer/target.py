@@ -26,6 +26,7 @@ _DEFAULTS: dict[str, Any] = {
     "tp": [1],
     "dtype": {"cpu": "float32", "cuda": "bfloat16"},
     "start_timeout_s": 120,
+    "small_cache": [],
 }
 KEYS = (*_REQUIRED, *_DEFAULTS)
 
@@ -79,6 +80,7 @@ def _parse(raw: dict[str, Any], directory: Path) -> Target:
         tp=_sizes(raw),
         dtype=_dtype(raw, devices),
         start_timeout_s=_seconds(raw, "start_timeout_s"),
+        small_cache=_texts(raw, "small_cache"),
     )
 
 

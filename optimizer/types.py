@@ -74,6 +74,7 @@ class Target:
     tp: tuple[int, ...]
     dtype: dict[str, str]
     start_timeout_s: float
+    small_cache: tuple[str, ...] = ()  # more arguments for a KV cache of {pages} pages, so that gates can fill it
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class LaunchSpec:
     sandbox: str = "auto"  # level name, see sandbox.py
     label: str = "candidate"
     env: tuple[tuple[str, str], ...] = ()  # same in both arms of a pair
+    extra_args: tuple[str, ...] = ()  # appended to the target's command (`Target.small_cache`)
 
 
 @dataclass(frozen=True, slots=True)
