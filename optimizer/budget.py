@@ -32,7 +32,11 @@ class Costs:
 def measured(lines: Sequence[Line]) -> Costs:
     """Costs out of the ledger."""
     pair_s = [line["data"]["seconds"] for line in lines if line["kind"] == "pair" and line["data"].get("seconds")]
-    captures = [line["data"]["seconds"] for line in lines if line["kind"] == "captured" and line["data"].get("seconds")]
+    captures = [
+        line["data"]["seconds"]
+        for line in lines
+        if line["kind"] == "captured" and line["data"].get("seconds") and not line["data"].get("reference")
+    ]
     costs = Costs(capture=max(captures, default=None))
     if pair_s:
         costs.pair = sum(pair_s[-3:]) / len(pair_s[-3:])

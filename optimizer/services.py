@@ -126,4 +126,3 @@ class Services:
     run_pair: Callable[[LaunchSpec, LaunchSpec, Stage, int, str], Pair]
     check_seal: Callable[[], None]
     learn: Callable[[int], list[str]]
-    environment: Callable[[], dict[str, Any]]

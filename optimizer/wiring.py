@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optimizer import fingerprint, preflight, state
+from optimizer import preflight, state
 from optimizer.budget import Budget
 from optimizer.run import Run
-from optimizer.serial import plain
 from optimizer.services import Capture, NoProposal, Question, Services, View
 from optimizer.types import GateResult, LaunchSpec, Pair, Protocol, Series, Stage
 
@@ -56,7 +55,6 @@ def real(run: Run, view: View) -> Iterator[Services]:
             run_pair=made.run_pair,
             check_seal=made.check_seal,
             learn=made.learn,
-            environment=made.environment,
         )
 
 
@@ -154,10 +152,6 @@ class _Real:
         from optimizer.learning import learn
 
         return learn(self.run, number)
-
-    def environment(self) -> dict[str, Any]:
-        want = self.run.request
-        return plain(fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices))
 
 
 def _knowledge(run: Run) -> Any:

@@ -1,0 +1,138 @@
+"""The loop on the fake engine: what is accepted, what is stopped, and for which reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import loop_fakes as fake
+import pytest
+from loop_fakes import Fakes, new_run
+
+from optimizer.ledger import Ledger
+from optimizer.loop import Loop
+from optimizer.run import Goal, Limits
+from optimizer.types import RejectReason
+
+
+def go(tmp_path: Path, script, limits: Limits | None = None, served: bool = False, **fields):
+    run = new_run(tmp_path / "run", limits, **fields)
+    fakes = Fakes(run, script, served=served)
+    why = Loop(fakes.services(), run).go()
+    return run, fakes, why
+
+
+def verdicts(run) -> list[tuple[str, str | None]]:
+    ends = ("accepted", "rejected", "undecided", "parked")
+    return [(line["kind"], line["data"].get("reason")) for line in run.ledger.lines() if line["kind"] in ends]
+
+
+def test_a_real_win_is_accepted_committed_and_measured_as_a_headline(tmp_path):
+    run, _, why = go(tmp_path, [fake.WIN])
+    assert verdicts(run) == [("accepted", None)]
+    assert "nothing left" in why
+    accepted = next(line for line in run.ledger.lines() if line["kind"] == "accepted")
+    trailers = run.repo.trailers(accepted["data"]["commit"])
+    assert trailers["Attempt"] == "1" and trailers["Finding"] == "host-reads"
+    assert trailers["Gates-digest"] == "digest-of-seal"
+    confirmed = next(line for line in run.ledger.lines() if line["kind"] == "confirmed")
+    assert trailers["Ledger-hash"] == confirmed["hash"]
+    assert accepted["data"]["ratio"] == pytest.approx(0.7, rel=0.02)
+    assert accepted["data"]["traced_us"] == pytest.approx(300)
+    assert accepted["data"]["measured_us"] == pytest.approx(300, rel=0.05)
+    assert run.repo.show(run.repo.incumbent(), "model.py").count("STEP_US = 700") == 1
+    finished = run.ledger.lines()[-1]
+    assert finished["kind"] == "finished"
+    assert finished["data"]["headline"]["ratio"] == pytest.approx(0.7, rel=0.02)
+
+
+def test_the_ledger_tells_the_attempt_in_the_order_of_the_sentence(tmp_path):
+    run, _, _ = go(tmp_path, [fake.WIN])
+    order = [k for k in dict.fromkeys(fake.kinds(run)) if k not in ("pair", "gate", "budget")]
+    assert order == [
+        "run_started", "captured", "calibrated", "proposed", "screened", "decided", "confirmed", "accepted",
+        "knowledge_proposed", "finished",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("series", "verdict", "reason"),
+    [
+        (fake.WRONG_TOKENS, "rejected", RejectReason.WRONG_TOKENS),
+        (fake.HANG, "rejected", RejectReason.HANG),
+        (fake.CRASH, "rejected", RejectReason.BOOT),
+        (fake.GATE_EDIT, "rejected", RejectReason.SCOPE),
+    ],
+    ids=["wrong tokens", "hang", "crash at start", "gate edit"],
+)
+def test_a_bad_patch_is_stopped_by_the_quick_gates_for_its_own_reason(tmp_path, series, verdict, reason):
+    run, _, _ = go(tmp_path, [series], served=True)
+    assert verdicts(run) == [(verdict, reason)]
+    end = next(line for line in run.ledger.lines() if line["kind"] == verdict)
+    assert end["data"]["stage"] == "quick"
+    assert not [line for line in run.ledger.lines() if line["kind"] == "pair" and line["attempt"] == 1]
+
+
+def test_a_patch_without_effect_is_not_accepted(tmp_path):
+    run, _, _ = go(tmp_path, [fake.NO_OP])
+    assert verdicts(run)[0][0] in ("rejected", "undecided")
+    assert run.repo.incumbent() == run.base
+
+
+def test_an_edit_that_does_not_match_is_declined_with_the_nearest_lines(tmp_path):
+    run, _, _ = go(tmp_path, [fake.one(fake.edit("STEP_US = 999\n", "STEP_US = 1\n")), fake.WIN])
+    assert verdicts(run) == [("rejected", "declined"), ("accepted", None)]
+    assert "STEP_US = 1000" in next(x for x in run.ledger.lines() if x["kind"] == "rejected")["data"]["detail"]
+
+
+def test_a_win_that_no_trace_explains_is_parked_and_the_run_goes_on(tmp_path):
+    run = new_run(tmp_path / "run")
+    fakes = Fakes(run, [fake.WIN, fake.NO_OP], lying_trace=True)
+    Loop(fakes.services(), run).go()
+    assert verdicts(run)[0] == ("parked", "not_activated")
+    assert len(verdicts(run)) == 2
+    assert run.repo.incumbent() == run.base
+
+
+def test_a_series_is_judged_at_its_end_and_becomes_a_commit_each(tmp_path):
+    run, _, _ = go(tmp_path, [fake.ENABLED_WIN])
+    assert verdicts(run) == [("accepted", None)]
+    commits = run.repo.log(run.base, run.repo.incumbent())
+    assert [run.repo.trailers(c)["Series"] for c in commits] == ["1/2", "2/2"]
+    proposed = [line["data"]["member"] for line in run.ledger.lines() if line["kind"] == "proposed"]
+    assert proposed == [0, 1]
+
+
+def test_a_series_whose_enabler_makes_it_slower_is_stopped(tmp_path):
+    slow = fake.Series((fake.speed(1300, title="slower"), fake.speed(700, was=1300, title="pays")), "scripted")
+    run, _, _ = go(tmp_path, [slow])
+    assert verdicts(run)[0][0] == "rejected"
+    end = next(line for line in run.ledger.lines() if line["kind"] == "rejected")
+    assert end["data"]["reason"] == "guard" and "patch 1 of the series" in end["data"]["detail"]
+
+
+def test_a_retry_of_the_same_program_takes_no_new_pairs_and_gets_the_same_verdict(tmp_path):
+    commented = fake.one(
+        fake.Patch(
+            (*fake.NO_OP.patches[0].edits, fake.Edit("model.py", "STEP_US = 1000\n", "STEP_US = 1000  # again\n")),
+            ("host-reads",), "rename", 50.0, title="the same program in other words",
+        )
+    )  # fmt: skip
+    run, _, _ = go(tmp_path, [fake.NO_OP, commented])
+    first, second = verdicts(run)
+    assert first == second
+    pairs = [line["attempt"] for line in run.ledger.lines() if line["kind"] == "pair" and line["attempt"]]
+    assert 1 in pairs and 2 not in pairs
+
+
+def test_two_wins_add_up_and_the_second_builds_on_the_first(tmp_path):
+    run, _, _ = go(tmp_path, [fake.WIN, fake.one(fake.speed(500, was=700))])
+    assert verdicts(run) == [("accepted", None)] * 2
+    headline = run.ledger.lines()[-1]["data"]["headline"]
+    assert headline["ratio"] == pytest.approx(0.5, rel=0.02)
+    assert Ledger(run.dir / "ledger.jsonl").verify() == []
+
+
+def test_the_goal_ends_the_run(tmp_path):
+    run, fakes, why = go(tmp_path, [fake.WIN, fake.one(fake.speed(500, was=700))], goal=Goal("factor", 1.3))
+    assert "goal reached" in why
+    assert fakes.asked == [1]
