@@ -3,7 +3,8 @@
 Events are kept as raw JSON text and never re-encoded: no rounding, no lost argument. Host events inside the
 window stay, device events stay with the launch that caused them (not by time: an engine that runs ahead has
 its device work outside the window). Not for: repairing damaged files (`ingest` reads those; a cut needs a
-whole one), finding steps (`windows`).
+whole one), finding steps (`windows`). The last kept step ends with its last event, not with the next step;
+steps that had to be inferred from repetition are marked, the only events that a cut adds.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from trace_diff.types import Phase, Step
+
+if TYPE_CHECKING:
+    from trace_diff.ingest import Trace
 
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime", "Driver", "mtia_ccp_events", "privateuse1_runtime")
 _DEVICE_MARKS = ("gpu_user_annotation",)  # no launch of their own: kept by time
@@ -160,7 +165,7 @@ def choose(steps: Sequence[Step], prefill: int, decode: int) -> list[Step]:
     order = sorted(steps, key=lambda s: s.start_ns)
     for at in range(len(order)):
         run = order[at : at + decode]
-        if len(run) == decode and all(s.phase in (Phase.DECODE, Phase.UNKNOWN) for s in run):
+        if len(run) == decode and all(s.complete and s.phase in (Phase.DECODE, Phase.UNKNOWN) for s in run):
             before = order[max(0, at - prefill) : at]
             return [s for s in before if s.phase in (Phase.PREFILL, Phase.MIXED)] + run
     if decode == 0 and prefill:
@@ -187,6 +192,30 @@ def write(path: Path, top: dict[str, msgspec.Raw], events: Sequence[msgspec.Raw]
     path.write_bytes(data)
 
 
+def _begins(trace: Trace, step: Step) -> int:
+    """Where the host begins a step: an engine that runs ahead does so before the step's wall window opens."""
+    rows = step.rows[trace.events.device[step.rows] < 0]
+    return int(trace.events.ts_ns[rows].min()) if len(rows) else step.start_ns
+
+
+def _mark(trace: Trace, step: Step, shift: int, limit_ns: int) -> msgspec.Raw:
+    """An annotation over the host part of a step that was inferred, in the grammar that `windows` reads."""
+    e = trace.events
+    rows = step.rows[e.device[step.rows] < 0]
+    begin = int(e.ts_ns[rows].min())
+    end = min(int((e.ts_ns[rows] + e.dur_ns[rows]).max()), limit_ns - 1)
+    pid, tid = trace.tracks[int(np.bincount(e.track[rows]).argmax())]
+    phase = step.phase if step.phase in (Phase.PREFILL, Phase.DECODE) else Phase.DECODE
+    at = begin + shift
+    return msgspec.Raw(
+        b'{"ph":"X","cat":"user_annotation","name":%s,"pid":%s,"tid":%s,"ts":%d.%03d,"dur":%d.%03d}'
+        % (
+            msgspec.json.encode(f"step_{step.index}_{phase}"), msgspec.json.encode(pid), msgspec.json.encode(tid),
+            at // 1000, at % 1000, (end - begin) // 1000, (end - begin) % 1000,
+        )
+    )  # fmt: skip
+
+
 def cut(
     src: Path,
     out: Path,
@@ -204,7 +233,7 @@ def cut(
     from trace_diff import ingest, windows
 
     trace = ingest.load(src)
-    every = windows.steps(trace)
+    every = sorted(windows.steps(trace), key=lambda s: s.start_ns)
     try:
         steps = choose(every, prefill, decode)
     except CutError as error:
@@ -212,9 +241,13 @@ def cut(
     top, raws = split(src)
     rows = list(_rows(src, raws))
     shift = trace.base_ns - int(trace.meta.get("baseTimeNanoseconds") or 0)  # columns start at the first event
-    later = [s.start_ns for s in every if s.start_ns >= steps[-1].end_ns]
-    end = min(later, default=max(r.end_ns for r in rows) - shift + 1)
-    kept = keep(rows, steps[0].start_ns + shift, end + shift)
+    at = every.index(steps[-1]) + 1
+    end = _begins(trace, every[at]) if at < len(every) else max(r.end_ns for r in rows) - shift + 1
+    kept = keep(rows, _begins(trace, steps[0]) + shift, end + shift)
+    if any("inferred" in s.flags for s in steps):
+        # Too few repeats are left to find these steps again.
+        bounds = [*(_begins(trace, s) for s in steps), end]
+        kept += [_mark(trace, s, shift, bounds[i + 1]) for i, s in enumerate(steps)]
     report = CutReport(
         parent=src.name,
         parent_sha256=hashlib.sha256(src.read_bytes()).hexdigest(),
