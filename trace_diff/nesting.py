@@ -59,18 +59,22 @@ def _thread(
 ) -> None:
     """One thread; `rows` by start, longest first. Rows that cross their parent's end are cut there."""
     begin = start[rows] * 2
-    for last in [False] * _ROUNDS + [True]:
-        # a zero-length row is open for half a tick, so that it nests in what it touches
-        stop = np.maximum(end[rows] * 2, begin + 1)
-        level = np.arange(len(rows)) - np.searchsorted(np.sort(stop), begin, side="right")
-        up = _parents(level)
-        crossing = (up >= 0) & (stop > stop[up])
-        if not crossing.any() or last:
+    level, up, crossing = _levels(begin, end[rows])
+    for _ in range(_ROUNDS):
+        if len(crossing) == 0:
             break
-        bad = np.flatnonzero(crossing)
-        end[rows[bad]] = np.maximum(end[rows[up[bad]]], start[rows[bad]])
+        end[rows[crossing]] = np.maximum(end[rows[up[crossing]]], start[rows[crossing]])
+        level, up, crossing = _levels(begin, end[rows])
     parent[rows] = np.where(up >= 0, rows[up], -1)
     depth[rows] = level
+
+
+def _levels(begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+    """(depth, index of the parent, indices of rows that outlast their parent); `begin` is in half ticks."""
+    stop = np.maximum(end * 2, begin + 1)  # a zero-length row is open for half a tick: it nests in what it touches
+    level = np.arange(len(begin)) - np.searchsorted(np.sort(stop), begin, side="right")
+    up = _parents(level)
+    return level, up, np.flatnonzero((up >= 0) & (stop > stop[up]))
 
 
 def _parents(level: Ints) -> Ints:

@@ -78,7 +78,7 @@ def _periods(trace: Trace, rows: Ints, calls: Ints) -> list[Mark]:
         b = cuts[k + 1] if k + 1 < len(cuts) else min(a + period, len(rows))
         usual = b - a == period
         said = grammar.StepName(phase if usual or k else Phase.PREFILL, None, None, 0)
-        out.append(Mark(f"inferred step {k}", int(begins[k]), int(ends[a:b].max()), said, inferred=True))
+        out.append(Mark(f"inferred step {k}", int(begins[k]), int(ends[a:b].max()), said, int(trace.events.track[calls[a]]), inferred=True))
     return out
 
 
@@ -128,7 +128,7 @@ def _boundary(trace: Trace, names: npt.NDArray[np.int32], calls: Ints, period: i
         return []
     place = int(places[int(typical.argmax())])
     anchor = Counter(names[usable & (phase_of == place)].tolist()).most_common(1)[0][0]
-    regular = [i for i in range(start + place, n, period)]
+    regular = list(range(start + place, n, period))
     if regular and regular[0] - period >= 0 and names[regular[0] - period] == anchor:
         regular.insert(0, regular[0] - period)
     if regular and regular[0] > 0:

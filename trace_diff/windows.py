@@ -31,6 +31,7 @@ class Mark:
     start: int
     end: int
     said: grammar.StepName
+    track: int  # the thread that runs the steps
     inferred: bool = False
 
 
@@ -41,9 +42,16 @@ def steps(trace: Trace) -> list[Step]:
     from repetition of graph launches, kernels or host operators; then every step carries the flag "inferred".
     """
     if "steps" not in trace.cache:
-        marks = annotated(trace) or repetition.marks(trace)
-        trace.cache["steps"] = _steps(trace, marks) if marks else []
+        found = marks(trace)
+        trace.cache["steps"] = _steps(trace, found) if found else []
     return trace.cache["steps"]
+
+
+def marks(trace: Trace) -> list[Mark]:
+    """The steps as the host ran them: annotated, else inferred. One per step, same order. Computed once."""
+    if "marks" not in trace.cache:
+        trace.cache["marks"] = annotated(trace) or repetition.marks(trace)
+    return trace.cache["marks"]
 
 
 def annotated(trace: Trace) -> list[Mark]:
@@ -64,19 +72,19 @@ def _named(trace: Trace, rows: Ints) -> list[Mark]:
         return []
     grade = np.array([s.grade if s else 0 for s in said])
     best = int(grade[events.name[rows]].max())
-    marks: list[Mark] = []
+    out: list[Mark] = []
     top = rows[grade[events.name[rows]] == best]
     track = Counter(events.track[top].tolist()).most_common(1)[0][0]
     for i in top[events.track[top] == track].tolist():
         start, end = int(events.ts_ns[i]), int(events.ts_ns[i] + events.dur_ns[i])
-        if marks and start < marks[-1].end:
+        if out and start < out[-1].end:
             continue  # nested in the one before: counted once
         name = trace.names[events.name[i]]
         told = said[events.name[i]]
         assert told is not None
-        marks.append(Mark(name, start, end, told))
+        out.append(Mark(name, start, end, told, int(track)))
     inner = rows[(grade[events.name[rows]] < best) & (events.track[rows] == track)]
-    return [_told_inside(trace, mark, inner, said) for mark in marks]
+    return [_told_inside(trace, mark, inner, said) for mark in out]
 
 
 def _told_inside(trace: Trace, mark: Mark, inner: Ints, said: list[grammar.StepName | None]) -> Mark:
@@ -101,7 +109,7 @@ def _steps(trace: Trace, marks: list[Mark]) -> list[Step]:
     owner = _owners(trace, starts, tied)
     end = events.ts_ns + events.dur_ns
     last_work, first_work = _device_bounds(owner, tied, events.ts_ns, end, len(marks))
-    begin = np.array([m.start for m in marks], np.int64)
+    begin = np.minimum(np.array([m.start for m in marks], np.int64), first_work)  # a skewed clock starts work early
     begin[1:] = np.maximum(begin[1:], np.maximum.accumulate(last_work)[:-1])
     begin = np.maximum.accumulate(begin)
     order = np.argsort(owner, kind="stable")

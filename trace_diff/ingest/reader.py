@@ -85,7 +85,7 @@ def _gunzip(path: Path, data: bytes, read: Callable[[], bytes], notes: NoteBook)
                 return
             try:
                 text = machine.decompress(data, CHUNK)
-            except igzip_lib.IsalError as error:
+            except igzip_lib.IsalError as error:  # pyright: ignore[reportGeneralTypeIssues]  (stub lacks its base)
                 notes.cut(f"the gzip stream is damaged after about {seen} bytes of text ({error})")
                 yield from _up_to_the_damage(path, seen)
                 return

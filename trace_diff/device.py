@@ -1,0 +1,249 @@
+"""The device's side of a window: which work covers each instant, and why nothing does where nothing does.
+
+Every instant of a window goes to exactly one part, so parts sum to the wall by construction. Where work overlaps,
+computation and copies come before communication (so communication is what is *exposed*), and work of known origin
+before work of none. Not for: the host's side (host), averages (attribute).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from trace_diff import classify
+from trace_diff.ingest.schema import WORK_KINDS
+from trace_diff.ingest.trace import Trace
+from trace_diff.intervals import EMPTY, Spans, clip, cover, first_come, gaps, union
+from trace_diff.links import Links, links
+
+if TYPE_CHECKING:
+    from trace_diff.collectives import Collectives
+
+Ints = npt.NDArray[np.int64]
+
+LATENCY_NS = 30_000  # from a launch call's end to its kernel's start; what is longer has another cause
+GRAPH_GAP_NS = 50_000  # between two kernels of one replay; what is longer was not recorded
+
+HOST_LATE = "idle.host_late"  # the host had not launched yet
+HOST_SYNC = "idle.host_sync"  # the host was blocked in a synchronisation, or had just come back from one
+LATENCY = "idle.launch_latency"  # launched, not yet running
+DEPENDENCY = "idle.dependency"  # launched long before: another stream, an event, a peer
+IN_GRAPH = "idle.graph_gap"  # between kernels of one graph replay
+NOT_RECORDED = "idle.not_recorded"  # a hole inside one graph replay: its kernels were not profiled
+BETWEEN = "idle.between_steps"  # the host was outside any step
+SKEW = "idle.clock_skew"  # the kernel starts before its launch does: the cause cannot be told
+UNLINKED = "unlinked"
+QUARANTINED = "quarantined"
+UNATTRIBUTED = "unattributed"
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Device work of a trace in order of start, with what is asked of it often."""
+
+    rows: Ints
+    start: Ints
+    end: Ints
+    reach: Ints  # running maximum of end
+    cls: npt.NDArray[np.int32]  # index into classes
+    classes: list[str]
+    is_comm: npt.NDArray[np.bool_]
+    known: npt.NDArray[np.bool_]  # its launch (or op) is in the file, or the file has no launches at all
+    tied: Links
+
+
+def lanes(trace: Trace) -> Lanes:
+    """Device work of `trace`, computed once."""
+    if "lanes" not in trace.cache:
+        events = trace.events
+        tied = links(trace)
+        rows = tied.device_rows
+        end = events.ts_ns[rows] + events.dur_ns[rows]
+        used = np.unique(events.name[rows])
+        names = {int(i): classify.kernel_class(trace.names[i]) for i in used}
+        classes = sorted(set(names.values()))
+        number = {c: k for k, c in enumerate(classes)}
+        table = np.zeros(len(trace.names) + 1, np.int32)
+        for i, cls in names.items():
+            table[i] = number[cls]
+        cls = table[events.name[rows]]
+        any_call = bool((tied.launch >= 0).any() or (tied.op >= 0).any())
+        known = (tied.launch >= 0) | (tied.op >= 0) | (not any_call)
+        reach = np.maximum.accumulate(end) if len(end) else end
+        comm = cls == number.get("communication", -1)
+        trace.cache["lanes"] = Lanes(rows, events.ts_ns[rows], end, reach, cls, classes, comm, known, tied)
+    return trace.cache["lanes"]
+
+
+@dataclass(slots=True)
+class Window:
+    """The account of one window on the device."""
+
+    parts: dict[str, int]
+    busy: Spans
+    idle: Spans
+    idle_cause: list[str]  # per gap piece, parallel to pieces
+    pieces: Spans  # idle time cut by cause
+
+
+def account(trace: Trace, start: int, end: int, host: HostSide, wait: Collectives | None = None) -> Window:
+    """Parts of [start, end) by what the device did; sums to end - start exactly."""
+    lane = lanes(trace)
+    lo, hi = int(np.searchsorted(lane.reach, start, side="right")), int(np.searchsorted(lane.start, end, side="left"))
+    sel = np.arange(lo, max(hi, lo))
+    sel = sel[lane.end[sel] > start]
+    s, e = np.maximum(lane.start[sel], start), np.minimum(lane.end[sel], end)
+    parts: dict[str, int] = {}
+    covered = EMPTY
+    for comm, known in ((False, True), (True, True), (False, False), (True, False)):
+        layer = np.flatnonzero((lane.is_comm[sel] == comm) & (lane.known[sel] == known))
+        if len(layer) == 0:
+            continue
+        a, b = first_come(s[layer], e[layer])
+        own = (b - a) - cover(covered, a, b)
+        if not known:
+            _add(parts, UNLINKED, int(own.sum()))
+        elif comm:
+            _communication(parts, lane, sel[layer], a, b, own, covered, wait, trace)
+        else:
+            sums = np.zeros(len(lane.classes), np.int64)
+            np.add.at(sums, lane.cls[sel[layer]], own)
+            for k in np.flatnonzero(sums).tolist():
+                _add(parts, f"gpu.{lane.classes[k]}", int(sums[k]))
+        covered = union(np.append(covered.starts, s[layer]), np.append(covered.ends, e[layer]))
+    idle = gaps(covered, start, end)
+    doubtful = _doubtful(trace, lane, idle)
+    _add(parts, QUARANTINED, doubtful.total)
+    rest = _minus(idle, doubtful)
+    causes, pieces = _causes(trace, lane, rest, host)
+    for cause, length in zip(causes, (pieces.ends - pieces.starts).tolist(), strict=True):
+        _add(parts, cause, length)
+    return Window(parts, covered, idle, causes, pieces)
+
+
+def _add(parts: dict[str, int], name: str, ns: int) -> None:
+    if ns:
+        parts[name] = parts.get(name, 0) + ns
+
+
+def _communication(
+    parts: dict[str, int],
+    lane: Lanes,
+    rows: Ints,
+    a: Ints,
+    b: Ints,
+    own: Ints,
+    covered: Spans,
+    wait: Collectives | None,
+    trace: Trace,
+) -> None:
+    """Exposed communication; split where the peers' traces tell how long this rank waited, else `comm.unsplit`."""
+    total = int(own.sum())
+    if wait is None:
+        _add(parts, "comm.unsplit", total)
+        return
+    until, told = wait.arrival(trace.rank, lane.rows[rows], a)
+    middle = np.minimum(np.maximum(until, a), b)
+    waiting = (middle - a) - cover(covered, a, middle)
+    _add(parts, "comm.wait", int(waiting[told].sum()))
+    _add(parts, "comm.transfer", int((own - waiting)[told].sum()))
+    _add(parts, "comm.unsplit", int(own[~told].sum()))
+
+
+def _doubtful(trace: Trace, lane: Lanes, idle: Spans) -> Spans:
+    """Idle time that a quarantined device row claims: from its start to its claimed end or the next device row."""
+    bad = trace.quarantine
+    work = np.flatnonzero(np.isin(bad.kind, WORK_KINDS) & (bad.dur_ns > 0))
+    if len(work) == 0 or len(idle.starts) == 0:
+        return EMPTY
+    start = bad.ts_ns[work]
+    later = np.append(lane.start, np.iinfo(np.int64).max)[np.searchsorted(lane.start, start, side="right")]
+    claim = union(start, np.minimum(start + bad.dur_ns[work], later))
+    pieces = [clip(claim, a, b) for a, b in zip(idle.starts.tolist(), idle.ends.tolist(), strict=True)]
+    return union(np.concatenate([p.starts for p in pieces]), np.concatenate([p.ends for p in pieces]))
+
+
+def _minus(spans: Spans, hole: Spans) -> Spans:
+    """`spans` without `hole`."""
+    if len(hole.starts) == 0:
+        return spans
+    pieces = [gaps(hole, a, b) for a, b in zip(spans.starts.tolist(), spans.ends.tolist(), strict=True)]
+    if not pieces:
+        return EMPTY
+    return Spans(np.concatenate([p.starts for p in pieces]), np.concatenate([p.ends for p in pieces]))
+
+
+@dataclass(frozen=True, slots=True)
+class HostSide:
+    """What the host did that can explain idle time."""
+
+    blocked: Spans  # the launching thread was inside a synchronising call
+    in_step: Spans  # the launching thread was inside a step's annotation
+
+
+def _causes(trace: Trace, lane: Lanes, idle: Spans, host: HostSide) -> tuple[list[str], Spans]:
+    """Cut each idle gap by the cause of the work that ends it."""
+    g0, g1 = idle.starts, idle.ends
+    if len(g0) == 0:
+        return [], EMPTY
+    events = trace.events
+    nxt = np.searchsorted(lane.start, g1, side="left")
+    exists = nxt < len(lane.start)
+    safe = np.minimum(nxt, max(len(lane.start) - 1, 0))
+    call = np.where(exists, lane.tied.launch[safe], -1) if len(lane.start) else np.full(len(g0), -1)
+    told = call >= 0
+    l0 = np.where(told, events.ts_ns[np.maximum(call, 0)], g1)
+    l1 = np.where(told, l0 + events.dur_ns[np.maximum(call, 0)], g1)
+    before = np.maximum(nxt - 1, 0)
+    same_replay = told & (nxt > 0) & (lane.tied.launch[before] == call) & lane.tied.in_graph[safe] if len(lane.start) else told
+    skewed = told & exists & (lane.start[safe] < l0) if len(lane.start) else told
+    blind = exists & ~told
+    first = np.where(same_replay | skewed | blind, g0, np.clip(l0, g0, g1))
+    second = np.where(same_replay | skewed | blind, g0, np.clip(np.maximum(l1, g0) + LATENCY_NS, first, g1))
+    names: list[str] = []
+    starts: list[int] = []
+    ends: list[int] = []
+
+    def put(cause: str, a: int, b: int) -> None:
+        if b > a:
+            names.append(cause)
+            starts.append(a)
+            ends.append(b)
+
+    rows = zip(g0.tolist(), g1.tolist(), first.tolist(), second.tolist(), strict=True)
+    for k, (a, b, m, n) in enumerate(rows):
+        if same_replay[k]:
+            put(IN_GRAPH if b - a <= GRAPH_GAP_NS else NOT_RECORDED, a, b)
+            continue
+        if skewed[k]:
+            put(SKEW, a, b)
+            continue
+        if blind[k]:
+            put(UNATTRIBUTED, a, b)
+            continue
+        _host_part(host, a, m, put)
+        put(LATENCY, m, n)
+        put(DEPENDENCY, n, b)
+    return names, Spans(np.array(starts, np.int64), np.array(ends, np.int64))
+
+
+def _host_part(host: HostSide, a: int, b: int, put) -> None:
+    """Time in which the host had not launched: blocked, outside any step, or late."""
+    if b <= a:
+        return
+    blocked = clip(host.blocked, a, b)
+    for x, y in zip(blocked.starts.tolist(), blocked.ends.tolist(), strict=True):
+        put(HOST_SYNC, x, y)
+    for x, y in _pairs(gaps(blocked, a, b)):
+        inside = clip(host.in_step, x, y)
+        for p, q in _pairs(inside):
+            put(HOST_LATE, p, q)
+        for p, q in _pairs(gaps(inside, x, y)):
+            put(BETWEEN, p, q)
+
+
+def _pairs(spans: Spans) -> list[tuple[int, int]]:
+    return list(zip(spans.starts.tolist(), spans.ends.tolist(), strict=True))

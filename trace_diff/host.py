@@ -1,0 +1,122 @@
+"""The host's side of a window: self time of the step's thread by category, exactly; and where it was blocked.
+
+Not for: the device's side (device).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trace_diff import classify
+from trace_diff.device import HostSide
+from trace_diff.ingest.trace import Trace
+from trace_diff.intervals import union
+from trace_diff.nesting import NESTED_KINDS, nesting
+from trace_diff.types import Kind
+from trace_diff.windows import marks
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class HostTable:
+    """Category of every host row, as a number, and the categories' names."""
+
+    category: npt.NDArray[np.int32]  # per event; -1: no host call
+    names: list[str]
+
+
+def table(trace: Trace) -> HostTable:
+    """Categories of host rows: op classes, "python", "runtime.launch", "runtime.sync" ... Computed once."""
+    if "host_table" not in trace.cache:
+        events = trace.events
+        rows = trace.rows(*NESTED_KINDS)
+        keys = events.name[rows].astype(np.int64) * 16 + events.kind[rows]
+        unique, inverse = np.unique(keys, return_inverse=True)
+        named = [_category(trace.names[k // 16], k % 16) for k in unique.tolist()]
+        names = sorted(set(named))
+        number = {n: i for i, n in enumerate(names)}
+        category = np.full(len(events), -1, np.int32)
+        category[rows] = np.array([number[n] for n in named], np.int32)[inverse] if named else -1
+        trace.cache["host_table"] = HostTable(category, names)
+    return trace.cache["host_table"]
+
+
+def _category(name: str, kind: int) -> str:
+    if kind == Kind.PYTHON:
+        return "python"
+    if kind in (Kind.RUNTIME, Kind.DRIVER):
+        return f"runtime.{classify.call_class(name)}"
+    return classify.op_class(name)
+
+
+def self_times(trace: Trace, track: int, start: int, end: int) -> dict[str, int]:
+    """Self time per category on one thread inside [start, end); with "untraced" for what no row covers, sums to it.
+
+    Each instant belongs to the innermost row that is open, so nested operators are never counted twice.
+    """
+    tree, kinds = nesting(trace), table(trace)
+    events = trace.events
+    rows = _thread_rows(trace, track)
+    lo = int(np.searchsorted(events.ts_ns[rows], end, side="left"))
+    rows = rows[:lo]
+    rows = rows[tree.end_ns[rows] > start]
+    a, b = np.maximum(events.ts_ns[rows], start), np.minimum(tree.end_ns[rows], end)
+    length = np.maximum(b - a, 0)
+    own = length.copy()
+    place = np.full(len(events), -1, np.int64)
+    place[rows] = np.arange(len(rows))
+    up = tree.parent[rows]
+    inner = np.flatnonzero(up >= 0)
+    target = place[up[inner]]
+    np.subtract.at(own, target[target >= 0], length[inner][target >= 0])
+    sums = np.zeros(len(kinds.names), np.int64)
+    np.add.at(sums, kinds.category[rows], own)
+    out = {kinds.names[k]: int(sums[k]) for k in np.flatnonzero(sums).tolist()}
+    rest = end - start - int(sums.sum())
+    if rest:
+        out["untraced"] = rest
+    return out
+
+
+def _thread_rows(trace: Trace, track: int) -> Ints:
+    key = f"thread{track}"
+    if key not in trace.cache:
+        rows = trace.rows(*NESTED_KINDS)
+        trace.cache[key] = rows[trace.events.track[rows] == track]
+    return trace.cache[key]
+
+
+def blocking_rows(trace: Trace) -> Ints:
+    """Calls that wait for the device: synchronisations, and copies that return only when they are done."""
+    if "blocking" not in trace.cache:
+        events = trace.events
+        calls = trace.rows(Kind.RUNTIME, Kind.DRIVER)
+        wanted = np.array([_blocks(n) for n in trace.names] or [False])
+        trace.cache["blocking"] = calls[wanted[events.name[calls]]] if len(calls) else calls
+    return trace.cache["blocking"]
+
+
+def _blocks(name: str) -> bool:
+    if classify.call_class(name) == "sync":
+        return True
+    text = name.lower()
+    return "memcpy" in text and "async" not in text and ("memcpywithstream" in text or text.endswith(("memcpy", "dtoh", "dtoh_v2")))
+
+
+def side(trace: Trace) -> HostSide:
+    """Intervals in which the steps' thread was blocked, and in which it was inside a step. Computed once."""
+    if "host_side" not in trace.cache:
+        events = trace.events
+        found = marks(trace)
+        track = found[0].track if found else -1
+        rows = blocking_rows(trace)
+        on = rows[events.track[rows] == track]
+        rows = on if len(on) else rows
+        blocked = union(events.ts_ns[rows], events.ts_ns[rows] + events.dur_ns[rows])
+        inside = union(np.array([m.start for m in found], np.int64), np.array([m.end for m in found], np.int64))
+        trace.cache["host_side"] = HostSide(blocked, inside)
+    return trace.cache["host_side"]
