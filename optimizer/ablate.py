@@ -18,7 +18,7 @@ from optimizer.runrepo import Conflict
 from optimizer.serial import plain
 from optimizer.services import Services, Stop
 from optimizer.types import LaunchSpec, Stage, StageResult, Verdict
-from optimizer.writeback import follow
+from optimizer.verdicts import follow
 
 
 def ablate(run: Run, do: Services) -> None:

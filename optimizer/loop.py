@@ -16,10 +16,10 @@ from optimizer.headline import headline
 from optimizer.judge import gates, pause_point, screen, stage
 from optimizer.propose import propose
 from optimizer.run import Run
-from optimizer.services import Diagnosis, NoProposal, Services, Stop
+from optimizer.services import Capture, Diagnosis, NoProposal, Services, Stop
 from optimizer.stopping import goal_reached, nothing_left
 from optimizer.types import Stage, Verdict
-from optimizer.writeback import accept, close, finish_attempt, finish_ended, follow
+from optimizer.verdicts import accept, close, finish_attempt, finish_ended, follow
 
 
 class Loop:
@@ -28,6 +28,7 @@ class Loop:
     def __init__(self, services: Services, run: Run) -> None:
         self.services, self.run = services, run
         self.declined: str | None = None
+        self.last: tuple[Capture, Diagnosis] | None = None
 
     def attempt(self) -> Verdict | None:
         """One attempt, or the rest of the one that was left open. None when there was nothing to propose."""
@@ -54,9 +55,12 @@ class Loop:
     def diagnose(self) -> Diagnosis:
         """Traces of the incumbent beside the references', and what they say."""
         capture = capture_incumbent(self.run, self.services)
+        if self.last is not None and self.last[0].traces == capture.traces:
+            return self.last[1]
         references = self.services.references(self.run.dir / "traces", capture)
         self.services.view.step("diff the traces")
-        return self.services.diagnose(capture, references)
+        self.last = capture, self.services.diagnose(capture, references)
+        return self.last[1]
 
     def go(self) -> str:
         """Begin or go on, try until there is a reason to stop, measure the whole. Returns that reason."""

@@ -133,6 +133,6 @@ def test_two_wins_add_up_and_the_second_builds_on_the_first(tmp_path):
 
 
 def test_the_goal_ends_the_run(tmp_path):
-    run, fakes, why = go(tmp_path, [fake.WIN, fake.one(fake.speed(500, was=700))], goal=Goal("factor", 1.3))
+    _, fakes, why = go(tmp_path, [fake.WIN, fake.one(fake.speed(500, was=700))], goal=Goal("factor", 1.3))
     assert "goal reached" in why
     assert fakes.asked == [1]

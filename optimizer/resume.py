@@ -1,0 +1,43 @@
+"""Take up a run that was stopped or killed: repair, look at what it was doing, say so in the ledger.
+
+Not for: going on with it (loop.py does, by the ledger alone).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from optimizer import state
+from optimizer.run import Limits, Run
+from optimizer.verdicts import follow
+
+
+def reopen(run: Run, environment: dict[str, Any], limits: Limits | None = None) -> list[str]:
+    """Drop a torn line, enter a killed pair as interrupted, set the present environment. Returns notes for a person.
+
+    `limits` replaces those of the request that are given. Raises LedgerBroken, LedgerBusy.
+    """
+    notes = run.ledger.verify()
+    run.ledger.context.env_hash = environment.get("hash")
+    run.ledger.context.incumbent_commit = state.incumbent(run.ledger.lines(), run.base)
+    run.repo.drop_unfinished_trees()
+    flight = run.pair_interrupted()
+    if flight is not None:
+        notes.append(f"pair {flight['index'] + 1} of {flight['stage']} was interrupted; it does not count")
+    if limits is not None:
+        given = {k: getattr(limits, k) for k in Limits.__slots__ if getattr(limits, k) is not None}
+        run.request = replace(run.request, limits=replace(run.request.limits, **given))
+    opened = state.open_attempt(run.ledger.lines())
+    data = {
+        "environment": environment,
+        "limits": {k: getattr(run.request.limits, k) for k in Limits.__slots__},
+        "open_attempt": opened.number if opened else None,
+    }
+    before = [x["data"].get("limits") for x in run.ledger.lines() if x["kind"] == "resumed"]
+    data["resumption"] = len(before) + 1
+    run.ledger.append("resumed", None, data)
+    follow(run)
+    if opened:
+        notes.append(f"attempt {opened.number} was open and goes on")
+    return notes

@@ -1,0 +1,253 @@
+"""From command-line options to a run: check the request, pin what it rests on, make the run's folder.
+
+Every mistake is a `Refused` with one clear line that names the option and the valid values. Not for: working on the
+run (session.py).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from optimizer import fingerprint, run
+from optimizer.run import Limits, Request, Run
+from optimizer.runrepo import GitError, SnapshotError
+from optimizer.target import TargetError, load_target
+from optimizer.types import Target
+
+HERE = Path(__file__).resolve().parent.parent
+DEFAULT_TARGET = HERE / "engine"
+DEFAULT_MODEL = DEFAULT_TARGET / "tiny_qwen3"
+PROTOCOLS = ("quick", "full")
+MAX_REJECTIONS = 8  # in a row; a run that brings nothing ends
+
+
+class Refused(Exception):
+    """The request cannot be run; one clear line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says; None means not given."""
+
+    metric: str = "tok/s"
+    goal: str | None = None
+    target_dir: Path | None = None
+    python: Path | None = None
+    tp: int | None = None
+    model: Path | None = None
+    device: str | None = None
+    devices: str | None = None
+    agent: str = "playbook"
+    protocol: str = "quick"
+    attempts: int | None = None
+    budget_minutes: float | None = None
+    max_rejections: int | None = MAX_REJECTIONS
+    max_usd: float | None = None
+    gpu_minutes: float | None = None
+    seed: int | None = None
+    unsafe_no_sandbox: bool = False
+    run_dir: Path | None = None
+    runs: Path = Path("runs")
+    trust_skills: tuple[Path, ...] = ()
+    agent_options: dict[str, Any] | None = None
+
+
+def prepare(options: Options) -> Run:
+    """Check everything that can be checked without starting an engine, then make the run. Raises Refused."""
+    try:
+        target = load_target(options.target_dir or DEFAULT_TARGET)
+    except TargetError as error:
+        raise Refused(str(error)) from None
+    device, devices = _device(options, target)
+    tp = _tp(options, target, devices)
+    metric, goal = _metric(options, device)
+    model = _model(options, target)
+    level = _sandbox(options)
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    name = options.run_dir.name if options.run_dir else run.new_id()
+    place = options.run_dir or options.runs / name
+    if (place / "run.json").exists():
+        raise Refused(f"{place} already holds a run; `optimize resume {place}` goes on with it")
+    model, weights_seed = _weights(model, place, seed)
+    environment = fingerprint.fingerprint(device, level, devices)
+    request = Request(
+        id=name,
+        created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        target_dir=target.directory,
+        target=target.name,
+        python=_python(options),
+        model_dir=model,
+        metric=metric,
+        tp=tp,
+        device=device,
+        dtype=target.dtype[device],
+        agent=_agent(options),
+        protocol=_protocol(options),
+        seed=seed,
+        limits=_limits(options),
+        goal=goal,
+        devices=devices,
+        sandbox=level,
+        sandbox_level=level,
+        gates_digest=_seal(),
+        weights_sha256=_weights_sha(model),
+        weights_seed=weights_seed,
+        prompt_key=secrets.token_hex(32),
+        model=_dimensions(model),
+        environment=environment,
+        options=_agent_options(options),
+    )
+    try:
+        return run.create(options.runs, request, target, place)
+    except (run.RunError, SnapshotError, GitError, OSError) as error:
+        raise Refused(str(error)) from error
+
+
+def _device(options: Options, target: Target) -> tuple[str, tuple[int, ...]]:
+    gpus = fingerprint.gpus() if "cuda" in target.devices and options.device != "cpu" else []
+    device = options.device or ("cuda" if gpus else target.devices[0])
+    if device not in target.devices:
+        raise Refused(f"--device {device}: {target.name} runs on {', '.join(target.devices)}")
+    if device == "cuda" and not gpus:
+        raise Refused("--device cuda: no NVIDIA GPU is visible here (nvidia-smi lists none)")
+    if options.devices is None:
+        return device, tuple(int(gpu["index"]) for gpu in gpus)[: options.tp or len(gpus)] if device == "cuda" else ()
+    try:
+        chosen = tuple(int(part) for part in options.devices.split(","))
+    except ValueError:
+        raise Refused(f"--devices {options.devices}: give indices such as 0,1") from None
+    known = {int(gpu["index"]) for gpu in gpus}
+    if device == "cuda" and (missing := sorted(set(chosen) - known)):
+        raise Refused(f"--devices: there is no GPU {', '.join(map(str, missing))}; there are {sorted(known)}")
+    return device, chosen if device == "cuda" else ()
+
+
+def _tp(options: Options, target: Target, devices: tuple[int, ...]) -> int:
+    tp = options.tp if options.tp is not None else target.tp[0]
+    if tp not in target.tp:
+        raise Refused(f"--tp {tp}: {target.name} allows {', '.join(map(str, target.tp))}")
+    if devices and len(devices) < tp:
+        raise Refused(f"--tp {tp} needs {tp} GPUs, --devices gives {len(devices)}")
+    return tp
+
+
+def _metric(options: Options, device: str) -> tuple[str, run.Goal | None]:
+    from optimizer.targets import PROTOCOLS as KNOWN
+    from optimizer.targets import protocol_for
+
+    try:
+        protocol_for(KNOWN["quick"], options.metric, device)
+    except ValueError as error:
+        raise Refused(f"--target: {error}") from None
+    if options.goal is None:
+        return options.metric, None
+    try:
+        goal = run.parse_goal(options.goal)
+    except ValueError as error:
+        raise Refused(f"--goal {error}") from None
+    if goal.kind == "value" and options.metric != "tok/s":
+        raise Refused(f"--goal {options.goal}: a plain number is for --target tok/s; give a factor such as 1.5x")
+    return options.metric, goal
+
+
+def _model(options: Options, target: Target) -> Path:
+    model = options.model
+    if model is None:
+        if target.directory != DEFAULT_TARGET:
+            raise Refused(f"--model is needed: the weights that {target.name} is to serve")
+        model = DEFAULT_MODEL
+    if not (model / "config.json").is_file():
+        raise Refused(f"--model {model}: no config.json there; give a Hugging Face model folder")
+    return model.resolve()
+
+
+def _weights(model: Path, place: Path, seed: int) -> tuple[Path, int | None]:
+    """The model as it is, or where it has no weights a copy with random ones from the run's seed."""
+    if any(model.glob("*.safetensors")):
+        return model, None
+    from optimizer import weights
+
+    return weights.write_random(model, place / "weights" / "dummy", seed).resolve(), seed
+
+
+def _weights_sha(model: Path) -> str:
+    from optimizer import weights
+
+    return weights.digest(model)
+
+
+def _python(options: Options) -> Path:
+    python = options.python or Path(sys.executable)
+    if python.is_file():
+        return Path.cwd() / python
+    found = shutil.which(str(python))
+    if found is None:
+        raise Refused(f"--python {python}: no such interpreter")
+    return Path(found)
+
+
+def _sandbox(options: Options) -> str:
+    from optimizer import sandbox
+
+    level = sandbox.detect()
+    if level.name == "none" and not options.unsafe_no_sandbox:
+        why = "; ".join(level.notes)
+        raise Refused(f"no sandbox works here ({why}): install bubblewrap, or say --unsafe-no-sandbox")
+    return level.name
+
+
+def _agent(options: Options) -> str:
+    from optimizer.proposers import NAMES
+
+    if options.agent not in NAMES:
+        raise Refused(f"--agent {options.agent}: valid are {', '.join(NAMES)}")
+    return options.agent
+
+
+def _agent_options(options: Options) -> dict[str, Any]:
+    found = dict(options.agent_options or {})
+    for folder in options.trust_skills:
+        if not folder.is_dir():
+            raise Refused(f"--trust-skills {folder}: no such folder")
+    if options.trust_skills:
+        found["folders"] = [str(folder.resolve()) for folder in options.trust_skills]
+    return found
+
+
+def _protocol(options: Options) -> str:
+    if options.protocol not in PROTOCOLS:
+        raise Refused(f"--protocol {options.protocol}: valid are {', '.join(PROTOCOLS)}")
+    return options.protocol
+
+
+def _limits(options: Options) -> Limits:
+    for name in ("attempts", "budget_minutes", "max_rejections", "max_usd", "gpu_minutes"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise Refused(f"--{name.replace('_', '-')} {value}: must be above 0")
+    return Limits(
+        options.attempts, options.budget_minutes, options.max_rejections, options.max_usd, options.gpu_minutes
+    )
+
+
+def _seal() -> str:
+    from optimizer import seal
+
+    try:
+        seal.verify()
+        return seal.digest()
+    except seal.SealBroken as error:
+        raise Refused(f"the gates are not as they were sealed: {error}") from None
+
+
+def _dimensions(model: Path) -> dict[str, Any]:
+    """The numbers of config.json that say which model it is."""
+    raw = json.loads((model / "config.json").read_text("utf-8"))
+    return {k: v for k, v in raw.items() if isinstance(v, int | str | bool)}
