@@ -41,11 +41,18 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ModelConfig:
-        """Read `config.json` (and the stop tokens of `generation_config.json`).
+        """Read `config.json`, and the stop tokens of `generation_config.json`, which may know more of them.
 
         Raises ConfigError for a missing file, an unknown model type, or a field that is missing or unsupported.
         """
         raw = _read_json(model_dir / "config.json")
+        path = model_dir / "generation_config.json"
+        generation = _read_json(path) if path.exists() else {}
+        return cls.from_raw(raw, _eos_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))))
+
+    @classmethod
+    def from_raw(cls, raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelConfig:
+        """From the contents of config.json. Raises ConfigError naming the field."""
         model_type = raw.get("model_type")
         if model_type not in SUPPORTED_MODEL_TYPES:
             raise ConfigError(
@@ -67,7 +74,7 @@ class ModelConfig:
             max_position_embeddings=_positive_int(raw, "max_position_embeddings"),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             dtype=_checkpoint_dtype(raw),
-            eos_token_ids=_eos_token_ids(model_dir, raw),
+            eos_token_ids=eos_token_ids,
         )
 
 
@@ -197,12 +204,8 @@ def _checkpoint_dtype(raw: dict[str, Any]) -> str:
     return name
 
 
-def _eos_token_ids(model_dir: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json knows all stop tokens; config.json only the first."""
-    value = raw.get("eos_token_id")
-    path = model_dir / "generation_config.json"
-    if path.exists():
-        value = _read_json(path).get("eos_token_id", value)
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _eos_token_ids(value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(token, int) for token in ids):
+        raise ConfigError(f"eos_token_id is {value!r}; it must be a token id or a list of them")
+    return tuple(ids)
