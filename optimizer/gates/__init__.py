@@ -1,0 +1,86 @@
+"""The sealed correctness gates, cheapest first; the first failure stops.
+
+`run(stage, context)` yields one GateResult after another. Nothing here knows a proposer, a skill or the knowledge.
+Not for: speed (`measure.py`, `accept.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from optimizer.client import ClientError
+from optimizer.gates import boot, greedy, logprobs, policy, scope, sealed
+from optimizer.gates.context import Failed, GateContext, Lab, Setup, failed
+from optimizer.launch import LaunchError
+from optimizer.types import GateResult, RejectReason
+
+__all__ = ["FULL", "QUICK", "GateContext", "Setup", "run"]
+
+Check = Callable[[Lab], GateResult]
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    name: str
+    check: str
+    run: Check
+
+
+QUICK: tuple[Gate, ...] = (
+    Gate("seal", "G03", sealed.check),
+    Gate("scope", "G01", scope.check),
+    Gate("policy", "G02", policy.check),
+    Gate("boot", "G05", boot.check),
+    Gate("greedy", "G08", greedy.check),
+    Gate("logprobs", "G07", logprobs.check),
+)
+FULL: tuple[Gate, ...] = ()
+
+
+def run(stage: str, ctx: GateContext) -> Iterator[GateResult]:
+    """Results of "quick" or "full", as they are known; ends after the first that failed (parked ones go on).
+
+    What a candidate does is a result. OracleError, SandboxError and OSError say nothing of it and are raised.
+    """
+    if stage not in ("quick", "full"):
+        raise ValueError(f"unknown stage {stage!r}; known: quick, full")
+    lab = Lab(ctx)
+    try:
+        for gate in chosen(stage, ctx):
+            result = one(gate, lab)
+            yield result
+            if not result.passed and not result.parked:
+                return
+    finally:
+        lab.close()
+
+
+def chosen(stage: str, ctx: GateContext) -> tuple[Gate, ...]:
+    """The gates of a stage; the protocol may name a subset of the full ones."""
+    if stage == "quick":
+        return QUICK
+    names = ctx.protocol.full_gates
+    if names is None:
+        return FULL
+    unknown = sorted(set(names) - {gate.name for gate in FULL})
+    if unknown:
+        raise ValueError(
+            f"protocol {ctx.protocol.name}: unknown gates {unknown}; known: {[g.name for g in FULL]}"
+        )
+    return tuple(gate for gate in FULL if gate.name in names)
+
+
+def one(gate: Gate, lab: Lab) -> GateResult:
+    """Run one gate; every way in which a candidate can break it becomes a result. Adds the time it took."""
+    began = time.perf_counter()
+    try:
+        result = gate.run(lab)
+    except Failed as error:
+        result = failed(gate.name, error.check or gate.check, error.reason, error.detail)
+    except LaunchError as error:
+        result = failed(gate.name, gate.check, error.reason, error.detail)
+    except ClientError as error:
+        result = failed(gate.name, gate.check, RejectReason.CRASH, str(error))
+    return replace(result, seconds=time.perf_counter() - began)

@@ -1,0 +1,46 @@
+"""G05, G06: a fresh process in a clean room comes up, is what was asked for, and holds nothing that it should not.
+
+Not for: how fast it starts (`startup.py`). Metadata is the server's own word: a contradiction rejects, agreement
+proves nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from optimizer import sandbox
+from optimizer.gates.context import Lab, failed, passed
+from optimizer.types import GateResult, RejectReason
+
+
+def check(lab: Lab) -> GateResult:
+    server = lab.server(lab.setup())
+    ctx = lab.ctx
+    stated = server.metadata
+    for name, want in (("tp", lab.tp), ("device", ctx.candidate.device)):
+        if name in stated and stated[name] != want:
+            return failed(
+                "boot",
+                "G05",
+                RejectReason.BOOT,
+                f"the server says {name} = {stated[name]!r}, asked for {want!r}",
+            )
+    want = ctx.target.dtype.get(ctx.candidate.device)
+    if want and stated.get("dtype", want) != want:
+        return failed(
+            "boot",
+            "G05",
+            RejectReason.BOOT,
+            f"the server says dtype = {stated['dtype']!r}, the target is {want!r}",
+        )
+    foreign = sorted(foreign_engines(server.maps(), " ".join(ctx.target.serve)))
+    if foreign:
+        return failed("boot", "G06", RejectReason.POLICY, f"another engine's library is loaded: {foreign[0]}")
+    census = server.census()
+    return passed("boot", "G05 G06", start_s=server.start_s, sandbox=server.level.name, **census)
+
+
+def foreign_engines(maps: set[str], serve: str) -> set[str]:
+    """Mapped files that belong to an engine which the target's own command does not name."""
+    others = {name for name in sandbox.OTHER_ENGINES if name not in serve}
+    return {path for path in maps if others & set(PurePosixPath(path).parts)}

@@ -1,0 +1,168 @@
+"""What a gate is given: the job, and a laboratory that keeps one engine running between gates.
+
+Not for: any check of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from optimizer import weights
+from optimizer.client import Request
+from optimizer.launch import Server, launch
+from optimizer.oracle import Oracle
+from optimizer.prompts import PromptSource
+from optimizer.types import GateResult, LaunchSpec, Protocol, RejectReason, Stream, Target
+
+
+@dataclass(frozen=True, slots=True)
+class GateContext:
+    """One candidate before the gates. `repo` is a git directory that holds both commits."""
+
+    candidate: LaunchSpec
+    incumbent: LaunchSpec
+    repo: Path
+    base_commit: str
+    candidate_commit: str
+    target: Target
+    oracle: Oracle
+    prompts: PromptSource
+    protocol: Protocol
+    run_dir: Path
+    accept_numeric_drift: bool = False  # what lies in the tolerance band passes instead of being parked
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Which engine a gate needs. Gates that need the same one, one after another, share its launch."""
+
+    tp: int
+    weights: str = "real"  # "secret": random ones of the same architecture; "perturbed": one layer redrawn
+    probes: frozenset[str] = frozenset()
+    small_cache: bool = False
+    arm: str = "candidate"
+
+
+@dataclass(slots=True)
+class Lab:
+    """The engine under test, started on demand, and what gates learnt on the way."""
+
+    ctx: GateContext
+    notes: dict[str, Any] = field(default_factory=dict)
+    starts: list[tuple[Setup, float]] = field(default_factory=list)  # every launch and its start-up seconds
+    _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _setup: Setup | None = None
+    _server: Server | None = None
+
+    @property
+    def tp(self) -> int:
+        return self.ctx.candidate.tp
+
+    def setup(self, **changes: Any) -> Setup:
+        return replace(Setup(self.tp), **changes)
+
+    def server(self, setup: Setup) -> Server:
+        """The engine of this setup; the one that runs already when it is the same. Raises LaunchError."""
+        if self._server is None or setup != self._setup or not self._server.alive():
+            self.close()
+            self._server = self._open.enter_context(launch(self.spec(setup), log_to=self.log_path))
+            self._setup = setup
+            self.starts.append((setup, self._server.start_s))
+        return self._server
+
+    @property
+    def log_path(self) -> Path:
+        return self.ctx.run_dir / "gates" / f"server-{self.ctx.candidate_commit[:12]}.log"
+
+    def spec(self, setup: Setup) -> LaunchSpec:
+        arm = self.ctx.candidate if setup.arm == "candidate" else self.ctx.incumbent
+        extra = tuple(arg.format(pages=SMALL_CACHE_PAGES) for arg in self.ctx.target.small_cache)
+        return replace(
+            arm,
+            tp=setup.tp,
+            model_dir=self.model_dir(setup.weights),
+            probes=setup.probes,
+            extra_args=extra if setup.small_cache else (),
+            label=setup.arm,
+        )
+
+    def model_dir(self, which: str) -> Path:
+        """The real weights, or a copy made once a run from the run's secret key."""
+        real = self.ctx.candidate.model_dir
+        if which == "real":
+            return real
+        seed = self.ctx.prompts.integers(f"weights/{which}", 1, 2**62)[0]
+        out = self.ctx.run_dir / "weights" / which
+        if which == "secret":
+            return weights.write_random(real, out, seed)
+        return weights.write_perturbed(real, out, weights.layers(real) // 2, seed)
+
+    def oracle(self, setup: Setup) -> Oracle:
+        """The oracle with the same weights as the engine of this setup."""
+        return self.ctx.oracle.at(self.model_dir(setup.weights))
+
+    def draw(self, name: str, n: int, tokens: Any, **kinds: Any) -> list[tuple[int, ...]]:
+        """Secret prompts of this candidate's evaluation: drawn when asked for, so after its engine is up."""
+        return self.ctx.prompts.draw(f"gate/{self.ctx.candidate_commit}/{name}", n, tokens, **kinds)
+
+    def close(self) -> None:
+        self._server = self._setup = None
+        self._open.close()
+
+
+SMALL_CACHE_PAGES = 40
+
+
+def ask(server: Server, requests: list[Request], seconds: float = 60.0) -> list[Stream]:
+    """Concurrent streams. Raises Failed when one of them ended with an error."""
+    streams = server.client.complete(requests, seconds)
+    for request, stream in zip(requests, streams, strict=True):
+        if stream.error is not None and request.abort_after is None:
+            raise broken(server, stream.error)
+    return streams
+
+
+class Failed(Exception):
+    """A gate's way out of the middle of a check."""
+
+    def __init__(self, reason: RejectReason, detail: str, check: str | None = None) -> None:
+        super().__init__(detail)
+        self.reason, self.detail, self.check = reason, detail, check
+
+
+def broken(server: Server, error: str) -> Failed:
+    """What a failed stream means: a deadline, a dead engine, or a broken protocol."""
+    if server.killed_for is not None:
+        return Failed(RejectReason.RESOURCES, server.killed_for)
+    if not server.alive():
+        return Failed(RejectReason.CRASH, f"the engine ended: {server.log_tail(6)}")
+    if "not finished" in error:
+        return Failed(RejectReason.HANG, error)
+    return Failed(RejectReason.CRASH, error)
+
+
+@contextlib.contextmanager
+def stopwatch() -> Iterator[list[float]]:
+    began = time.perf_counter()
+    out = [0.0]
+    try:
+        yield out
+    finally:
+        out[0] = time.perf_counter() - began
+
+
+def passed(gate: str, check: str, detail: str = "", /, **facts: Any) -> GateResult:
+    return GateResult(gate, check, True, None, detail, facts=facts)
+
+
+def failed(gate: str, check: str, reason: RejectReason, detail: str, /, **facts: Any) -> GateResult:
+    return GateResult(gate, check, False, reason, detail, facts=facts)
+
+
+def parked(gate: str, check: str, reason: RejectReason, detail: str, /, **facts: Any) -> GateResult:
+    return GateResult(gate, check, False, reason, detail, parked=True, facts=facts)

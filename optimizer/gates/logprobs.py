@@ -1,0 +1,107 @@
+"""G07: the server's own log-probabilities, over the full vocabulary where it offers that, against the oracle's.
+
+A server that offers none is not judged by this gate (the fact says so): the verdict rests on token ids.
+Not for: sampling (`sampling.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from optimizer.client import Request
+from optimizer.gates.context import Lab, Setup, broken, failed, parked, passed
+from optimizer.launch import Server
+from optimizer.types import GateResult, RejectReason, Stream
+
+NEW_TOKENS = 3
+FULL_VOCABULARY = 32_000  # above this, a full table a token is too much text: the server's top 20 then
+PREFIX = "token_id:"
+# 16-bit engines are judged by Kullback-Leibler divergence: bf16 measures 7e-4, the mildest fault 6e-3.
+MAX_KL = 2e-3
+
+
+def check(lab: Lab) -> GateResult:
+    setup = lab.setup()
+    return compare(lab, setup, "logprobs", (16, 33, 57, 24))
+
+
+def compare(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> GateResult:
+    server = lab.server(setup)
+    prompts = lab.draw(name, len(lengths), lengths, kinds=("random", "rare_scripts"))
+    got = _offered(lab, server, [Request(p, NEW_TOKENS) for p in prompts])
+    if got is None:
+        return passed("logprobs", "G07", "the server offers no log-probabilities", offered=False)
+    tables = [_tables(stream) for stream in got]
+    wanted = [[list(table) for table in stream] for stream in tables]
+    values = lab.oracle(setup).logprobs(got, wanted)
+    errors, divergences = [], []
+    for stream, right in zip(tables, values, strict=True):
+        for table, oracle_values in zip(stream, right, strict=True):
+            claimed = np.array(list(table.values()))
+            truth = np.array(oracle_values)
+            if not np.isfinite(claimed).all():
+                return failed(
+                    "logprobs", "G07", RejectReason.WRONG_TOKENS, "a log-probability is not a finite number"
+                )
+            errors.append(float(np.abs(claimed - truth).max()))
+            divergences.append(float(np.sum(np.exp(truth) * (truth - claimed))))
+    return _verdict(lab, max(errors), float(np.mean(divergences)), len(wanted[0][0]))
+
+
+def _verdict(lab: Lab, error: float, divergence: float, width: int) -> GateResult:
+    bands = lab.ctx.oracle.bands
+    facts: dict[str, Any] = {"max_error": error, "mean_kl": divergence, "width": width}
+    if lab.ctx.target.dtype.get(lab.ctx.candidate.device, "float32") != "float32":
+        if divergence > MAX_KL:
+            return failed(
+                "logprobs",
+                "G07",
+                RejectReason.WRONG_TOKENS,
+                f"mean KL divergence {divergence:.2g} > {MAX_KL:g}",
+                **facts,
+            )
+        return passed("logprobs", "G07", **facts)
+    detail = f"log-probabilities differ by up to {error:.3g} from the oracle's"
+    if error <= bands.reorder:
+        return passed("logprobs", "G07", **facts)
+    if error > bands.tolerance:
+        return failed("logprobs", "G07", RejectReason.WRONG_TOKENS, detail, **facts)
+    if lab.ctx.accept_numeric_drift:
+        return passed("logprobs", "G07", f"numeric drift accepted: {detail}", **facts)
+    return parked("logprobs", "G07", RejectReason.DRIFT, detail, **facts)
+
+
+def _offered(lab: Lab, server: Server, requests: list[Request]) -> list[Stream] | None:
+    """Streams with the widest tables that the server gives; None when it gives none."""
+    names = {"return_tokens_as_token_ids": True}
+    full = len(lab.ctx.prompts.ordinary_ids) <= FULL_VOCABULARY
+    for width in (-1, 20, 5) if full else (20, 5):
+        got = server.client.complete([replace(r, logprobs=width, extra=names) for r in requests], 60)
+        if any(s.error and not (s.status or 0) // 100 == 4 for s in got):
+            raise broken(server, next(s.error for s in got if s.error) or "")
+        if not any(s.error for s in got) and all(_tables(s) for s in got):
+            return got
+    return None
+
+
+def _tables(stream: Stream) -> list[dict[int, float]]:
+    """Per token: id -> log-probability, as the server states them. Empty when the form is another."""
+    tables: list[dict[int, float]] = []
+    for event in stream.logprobs or ():
+        tops = event.get("top_logprobs") if isinstance(event, dict) else None
+        if not isinstance(tops, list):
+            return []
+        for top in tops:
+            if not isinstance(top, dict) or not all(str(k).startswith(PREFIX) for k in top):
+                return []
+            tables.append(
+                {
+                    int(k[len(PREFIX) :]): float(v) if isinstance(v, int | float) else math.nan
+                    for k, v in top.items()
+                }
+            )
+    return tables if len(tables) == len(stream.token_ids) else []

@@ -1,0 +1,277 @@
+"""G02: what changed source may not say. A hint and a route to a person, never the only defence.
+
+Compares what the rules find in the changed files before and after: only new findings count, so an engine may keep
+what it had. `reject` rules have no honest use in an engine's hot path; `ask` rules park the patch for a person.
+Not for: behaviour. Whoever hides from these rules still meets the oracle, the sandbox and the outside clock.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from optimizer.gates.context import Lab, failed, parked, passed
+from optimizer.gates.scope import Change, _show, changes
+from optimizer.sandbox import OTHER_ENGINES
+from optimizer.types import GateResult, RejectReason
+
+REJECT, ASK = "reject", "ask"
+# Dotted names; a name covers everything below it. First match wins.
+RULES: tuple[tuple[str, str, str], ...] = (
+    *((name, REJECT, "another engine") for name in OTHER_ENGINES),
+    *((name, REJECT, "starts processes") for name in ("subprocess", "pty", "os.system", "os.popen", "os.fork",
+      "os.forkpty", "os.posix_spawn", "os.posix_spawnp", "os.execv", "os.execve", "os.execvp", "os.execvpe", "os.execl",
+      "os.execle", "os.execlp", "os.execlpe", "os.spawnl", "os.spawnle", "os.spawnv", "os.spawnve", "os.kill",
+      "os.killpg", "asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell")),
+    *((name, REJECT, "network") for name in ("socket", "urllib", "http", "ftplib", "smtplib", "ssl", "requests", "httpx",
+      "aiohttp", "xmlrpc", "websockets")),
+    *((name, REJECT, "reads frames or other code") for name in ("gc", "inspect", "sys._getframe", "sys._current_frames",
+      "sys.settrace", "sys.setprofile", "traceback.extract_stack", "linecache", "dis", "tracemalloc", "faulthandler")),
+    *((name, REJECT, "import machinery") for name in ("sys.modules", "sys.meta_path", "sys.path", "sys.path_hooks", "builtins",
+      "__builtins__", "__import__", "imp", "runpy", "pkgutil", "zipimport", "code", "site")),
+    *((name, REJECT, "runs text as code") for name in ("eval", "exec", "compile")),
+    *((name, REJECT, "changes the environment") for name in ("os.putenv", "os.unsetenv", "os.environ.setdefault",
+      "os.environ.update", "os.environ.pop", "os.environ.clear")),
+    *((name, REJECT, "ends the process or handles signals") for name in ("os._exit", "os.abort", "signal", "atexit")),
+    *((name, REJECT, "asks whether a profiler is active") for name in ("torch.autograd._profiler_enabled",
+      "torch._C._autograd._profiler_enabled", "torch._C._autograd._profiler_type", "torch._C._profiler_enabled",
+      "torch._C._profiler._profiler_enabled", "torch.autograd.profiler._is_profiler_enabled", "torch.autograd.profiler.kineto_available",
+      "torch.autograd._kineto_step", "torch.autograd.profiler._current_profiler", "torch.profiler._utils")),
+    *((name, REJECT, "loads native code") for name in ("torch.ops.load_library", "torch.classes", "cffi", "ctypes.pythonapi")),
+    *((name, ASK, "native code") for name in ("ctypes", "torch.utils.cpp_extension", "cupy", "pycuda")),
+    *((name, ASK, "reads a clock or sleeps") for name in ("time", "datetime", "timeit", "torch.cuda.Event.elapsed_time")),
+    *((name, ASK, "dynamic import") for name in ("importlib",)),
+    *((name, ASK, "reads or writes files") for name in ("open", "io.open", "os.open", "pathlib", "shutil", "tempfile", "pickle",
+      "torch.save", "torch.load", "sqlite3", "shelve", "dbm")),
+    *((name, ASK, "random numbers for the whole process") for name in ("random.seed", "torch.manual_seed", "numpy.random.seed")),
+)  # fmt: skip
+_BY_NAME = {name: (action, why) for name, action, why in reversed(RULES)}
+_STATE_WORDS = ("profiler_enabled", "profiler_type", "kineto_available", "is_profiling")
+LONG_TEXT, LONG_BYTES, MANY_NUMBERS = 240, 64, 24
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    action: str
+    why: str
+    what: str
+    line: int
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.action, self.why, self.what
+
+
+def check(lab: Lab) -> GateResult:
+    ctx = lab.ctx
+    found = new_findings(
+        {c.path: source for c, source in _sources(lab, ctx.base_commit) if c.status == "M"},
+        {c.path: source for c, source in _sources(lab, ctx.candidate_commit)},
+    )
+    facts = {"findings": [f"{path}:{f.line}: {f.what} ({f.why})" for path, f in found]}
+    for action, verdict in ((REJECT, failed), (ASK, parked)):
+        first = next(((path, f) for path, f in found if f.action == action), None)
+        if first:
+            path, f = first
+            return verdict(
+                "policy", "G02", RejectReason.POLICY, f"{path}:{f.line}: {f.what} ({f.why})", **facts
+            )
+    return passed("policy", "G02")
+
+
+def _sources(lab: Lab, commit: str) -> Iterable[tuple[Change, str]]:
+    ctx = lab.ctx
+    for change in changes(ctx.repo, ctx.base_commit, ctx.candidate_commit):
+        if change.path.endswith(".py") and (change.status == "M" or commit == ctx.candidate_commit):
+            yield change, _show(ctx.repo, commit, change.path)
+
+
+def new_findings(before: dict[str, str], after: dict[str, str]) -> list[tuple[str, Finding]]:
+    """What the rules find in `after` beyond what they find in `before`, over all files together."""
+    had = Counter(f.key for source in before.values() for f in findings(source))
+    new: list[tuple[str, Finding]] = []
+    for path, source in after.items():
+        for finding in findings(source):
+            if had[finding.key] > 0:
+                had[finding.key] -= 1
+            else:
+                new.append((path, finding))
+    return new
+
+
+def findings(source: str) -> list[Finding]:
+    """Everything the rules find in one file. Text that is no Python has been refused by G01."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    visitor = _Visitor(_docstrings(tree))
+    visitor.visit(tree)
+    return visitor.found
+
+
+class _Visitor(ast.NodeVisitor):
+    def __init__(self, docstrings: set[int]) -> None:
+        self.names: dict[str, str] = {}  # local name -> dotted origin, imports only
+        self.found: list[Finding] = []
+        self._docstrings = docstrings
+
+    def add(self, node: ast.AST, action: str, why: str, what: str) -> None:
+        self.found.append(Finding(action, why, what, getattr(node, "lineno", 0)))
+
+    def match(self, node: ast.AST, dotted: str) -> bool:
+        parts = dotted.split(".")
+        for end in range(len(parts), 0, -1):
+            rule = _BY_NAME.get(".".join(parts[:end]))
+            if rule:
+                self.add(node, *rule, dotted)
+                return True
+        return False
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self.names[alias.asname or alias.name.split(".")[0]] = (
+                alias.name if alias.asname else alias.name.split(".")[0]
+            )
+            self.match(node, alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            dotted = f"{node.module}.{alias.name}" if node.module and not node.level else ""
+            if dotted:
+                self.names[alias.asname or alias.name] = dotted
+                self.match(node, dotted)
+            if alias.name == "*":
+                self.add(node, ASK, "imports everything", f"from {node.module} import *")
+
+    def dotted(self, node: ast.AST) -> str | None:
+        """The origin of a name or attribute chain that starts at an import or a builtin."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return None
+        root = self.names.get(
+            node.id,
+            node.id if node.id in ("eval", "exec", "compile", "open", "__import__", "__builtins__") else None,
+        )
+        return None if root is None else ".".join([root, *reversed(parts)])
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        dotted = self.dotted(node)
+        if any(word in node.attr for word in _STATE_WORDS):
+            self.add(node, REJECT, "asks whether a profiler is active", dotted or node.attr)
+            return
+        if dotted is None or not self.match(node, dotted):
+            self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id not in self.names and isinstance(node.ctx, ast.Load):
+            dotted = self.dotted(node)
+            if dotted:
+                self.match(node, dotted)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if (
+            name in ("getattr", "setattr", "delattr", "vars")
+            and node.args
+            and (module := self.dotted(node.args[0]))
+        ):
+            constant = len(node.args) > 1 and isinstance(node.args[1], ast.Constant)
+            if name != "getattr":
+                self.add(node, REJECT, "changes another module", f"{name}({module}, ...)")
+            elif constant:
+                self.match(node, f"{module}.{node.args[1].value}")  # type: ignore[attr-defined]
+            else:
+                self.add(node, ASK, "looks names up at run time", f"getattr({module}, ...)")
+        if name in ("globals", "locals") and isinstance(node.func, ast.Name):
+            self.add(node, ASK, "looks names up at run time", f"{name}()")
+        self.generic_visit(node)
+
+    def _assigned(self, target: ast.AST) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            for item in target.elts:
+                self._assigned(item)
+            return
+        inner = target.value if isinstance(target, ast.Subscript) else target
+        dotted = self.dotted(inner) if isinstance(inner, ast.Attribute) else None
+        if dotted is None:
+            return
+        if dotted.startswith("os.environ"):
+            self.add(target, REJECT, "changes the environment", dotted)
+        elif dotted.startswith(("torch.backends.", "torch._dynamo.config.", "torch._inductor.config.")):
+            self.add(target, ASK, "changes a numeric or compiler setting", dotted)
+        else:
+            self.add(target, REJECT, "changes another module", dotted)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        for target in node.targets:
+            self._assigned(target)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._assigned(node.target)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._assigned(node.target)
+        self.generic_visit(node)
+
+    def visit_Delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            self._assigned(target)
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        value = node.value
+        if (
+            isinstance(value, str)
+            and id(node) not in self._docstrings
+            and len(value) >= LONG_TEXT
+            and _entropy(value) > 4.5
+        ):
+            self.add(node, ASK, "long literal", f"{len(value)} characters of text")
+        elif isinstance(value, bytes) and len(value) >= LONG_BYTES:
+            self.add(node, ASK, "long literal", f"{len(value)} bytes")
+        elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
+            self.add(node, ASK, "long literal", f"a number of {value.bit_length()} bits")
+
+    def _numbers(self, node: ast.AST, items: Iterable[ast.AST | None]) -> None:
+        count = sum(isinstance(i, ast.Constant) and type(i.value) in (int, float) for i in items)
+        if count >= MANY_NUMBERS:
+            self.add(node, ASK, "long literal", f"a table of {count} numbers")
+
+    def visit_List(self, node: ast.List) -> None:
+        self._numbers(node, node.elts)
+        self.generic_visit(node)
+
+    def visit_Tuple(self, node: ast.Tuple) -> None:
+        self._numbers(node, node.elts)
+        self.generic_visit(node)
+
+    def visit_Set(self, node: ast.Set) -> None:
+        self._numbers(node, node.elts)
+        self.generic_visit(node)
+
+    def visit_Dict(self, node: ast.Dict) -> None:
+        self._numbers(node, [*node.keys, *node.values])
+        self.generic_visit(node)
+
+
+def _docstrings(tree: ast.AST) -> set[int]:
+    """Nodes of docstrings and of other strings that stand alone."""
+    return {
+        id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)
+    }
+
+
+def _entropy(text: str) -> float:
+    """Shannon entropy, in bits a character."""
+    total = len(text)
+    return -sum(n / total * math.log2(n / total) for n in Counter(text).values())
