@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import noise
-from optimizer import environment, measure
+from optimizer import measure
+from optimizer.fingerprint import fingerprint
 from optimizer.oracle import Oracle
 from optimizer.prompts import PromptSource
 from optimizer.target import load_target
@@ -62,7 +63,7 @@ def series(name: str, spec: LaunchSpec, protocol: str, pairs: list[Pair]) -> dic
         "tp": spec.tp,
         "device": spec.device,
         "cores": os.cpu_count(),
-        "machine": environment.describe(),
+        "machine": fingerprint(spec.device, spec.sandbox),
         "load1": [p.facts["windows"][arm]["load1"] for p in kept for arm in "ab"],
         "foreign_cores": [round(p.facts["windows"][arm]["foreign_cores"], 3) for p in kept for arm in "ab"],
         "log_ratios": [_log_ratio(p) for p in kept],

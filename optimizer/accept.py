@@ -29,7 +29,7 @@ CANARY_ALPHA = 0.002  # two-sided; three canaries a session stay under 1 %
 MDE_POWER = 0.8
 MDE_TRIALS = 4000
 _TARGET = "target_p50"
-MDE_CAP = 4.0  # +400 %: beyond this the machine resolves nothing
+MDE_CAP = 4.0  # +400 %: where this is not detected the machine resolves nothing; every figure stays finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +228,10 @@ def acceptance_rate(
 
 
 def mde(rule: Rule, sizes: Mapping[Stage, int], margin: float, log_sd: float, df: int) -> float:
-    """Smallest effect that the full procedure accepts with 80 % power, by simulation; inf above `MDE_CAP`."""
+    """Smallest effect that the full procedure accepts with 80 % power, by simulation; `MDE_CAP` where none does."""
     low, high = margin, MDE_CAP
-    if acceptance_rate(rule, sizes, high, margin, log_sd, df) < MDE_POWER:
-        return float("inf")
+    if margin >= high or acceptance_rate(rule, sizes, high, margin, log_sd, df) < MDE_POWER:
+        return MDE_CAP
     while high - low > 0.002 + 0.01 * low:
         middle = (low + high) / 2
         enough = acceptance_rate(rule, sizes, middle, margin, log_sd, df) >= MDE_POWER
@@ -244,6 +244,27 @@ def false_accept_bound(protocol: Protocol, calibration: Calibration, trials: int
     rule, sizes = rule_of(protocol), _sizes(protocol)
     rate = acceptance_rate(rule, sizes, 0.0, calibration.margin, calibration.log_sd, calibration.pairs - 1, trials)
     return binomial_upper(round(rate * trials), trials)
+
+
+def describe(calibration: Calibration, protocol: Protocol) -> list[str]:
+    """What this protocol can and cannot tell on this machine, in sentences for a person."""
+    c = calibration
+    detectable = f"+{c.mde:.1%}" if c.mde < MDE_CAP else "no effect"
+    said = [
+        f"{c.pairs} A/A pairs: spread {c.log_sd:.1%}, bias {c.bias:+.1%}, margin {c.margin:.1%}; "
+        f"{detectable} is detected with 80 % power",
+        f"protocol {protocol.name}: {rule_of(protocol).why}; a patch that does nothing passes with a chance below "
+        f"{false_accept_bound(protocol, c):.2%} (simulated with this spread)",
+    ]
+    pairs = protocol.decide_pairs + protocol.confirm_pairs
+    wide = sorted(((*guards.margin(name, c, pairs), name) for name in c.guard_sds), reverse=True)
+    if wide:
+        weakest = min(power for _, power, _ in wide)
+        said.append(
+            f"guards: margins from {wide[-1][0]:.1%} ({wide[-1][2]}) to {wide[0][0]:.1%} ({wide[0][2]}), what this "
+            f"noise can decide with {pairs} pairs; an unchanged guard passes with {weakest:.0%} or more"
+        )
+    return said
 
 
 def binomial_upper(hits: int, trials: int) -> float:
@@ -292,7 +313,7 @@ def _too_many_discarded(stage: Stage, own: Sequence[Pair], protocol: Protocol) -
     if len(dropped) <= allowed:
         return None
     why = f"{len(dropped)} pairs discarded ({', '.join(sorted(set(dropped)))}); at most {allowed} may be"
-    return StageResult(stage, False, None, 1.0, (0.0, float("inf")), len(own) - len(dropped), why=why)
+    return StageResult(stage, False, None, 1.0, _as_ratios(-np.inf, np.inf), len(own) - len(dropped), why=why)
 
 
 def _result(stage: Stage, g: stats.Array, cal: Calibration, passed: bool, p: float, planned: int) -> StageResult:
@@ -314,7 +335,7 @@ def _result(stage: Stage, g: stats.Array, cal: Calibration, passed: bool, p: flo
         "margin": cal.margin,
     }
     return StageResult(
-        stage, passed, p, float(np.exp(-mean)), (float(np.exp(-high)), float(np.exp(-low))), int(g.size),
+        stage, passed, p, float(np.exp(-mean)), _as_ratios(low, high), int(g.size),
         early=g.size < planned, why=why, reason=reason, facts=facts,
     )  # fmt: skip
 
@@ -404,15 +425,17 @@ def headline(pairs: Sequence[Pair], calibration: Calibration | None = None) -> S
     ratio = float(np.exp(-g.mean()))
     why = f"{1 / ratio:.2f}x [{np.exp(low):.2f}, {np.exp(high):.2f}] from {g.size} pairs"
     facts = {"hodges_lehmann_ratio": float(np.exp(-stats.hodges_lehmann(g)))}
-    return StageResult(
-        Stage.HEADLINE, low > 0, None, ratio, (float(np.exp(-high)), float(np.exp(-low))), int(g.size), why=why, facts=facts
-    )
+    return StageResult(Stage.HEADLINE, low > 0, None, ratio, _as_ratios(low, high), int(g.size), why=why, facts=facts)
 
 
 def ci(pairs: Sequence[Pair], calibration: Calibration | None = None) -> tuple[float, float]:
     """95 % interval of candidate time / incumbent time (t on log-ratios; the calibrated SD is pooled in if given)."""
-    low, high = _interval(gains(pairs), calibration)
-    return float(np.exp(-high)), float(np.exp(-low))
+    return _as_ratios(*_interval(gains(pairs), calibration))
+
+
+def _as_ratios(low: float, high: float) -> tuple[float, float]:
+    """An interval of gains as one of time ratios. "Anything" is e-20 to e20: the ledger holds no infinities."""
+    return float(np.exp(-min(high, 20.0))), float(np.exp(-max(low, -20.0)))
 
 
 def ratio(pairs: Sequence[Pair]) -> float:

@@ -34,10 +34,8 @@ def calibrate(run: Run, do: Services) -> None:
     except ValueError as error:
         raise RunError(str(error)) from None
     run.ledger.append("calibrated", None, plain(found))
-    do.view.note(
-        f"calibrated on {found.pairs} A/A pairs: spread {found.log_sd:.1%}, bias {found.bias:+.1%}, margin "
-        f"{found.margin:.1%}; minimum detectable effect {found.mde:.1%}"
-    )
+    for line in accept.describe(found, do.protocol):
+        do.view.note(line)
     goal = run.request.goal
     if goal is not None and goal.kind == "factor" and goal.value - 1 < found.mde:
         do.view.note(f"warning: the goal of {goal} is below what can be resolved here (+{found.mde:.1%})")

@@ -2,14 +2,14 @@
 
 Both arms of a pair must have run in the same environment; where they did not, `disagreement` names one of
 the reasons, written here before any data exist, for which a pair may be taken again. The test is symmetric
-in the arms and knows nothing of their times. Not for: deciding how many pairs may be lost (`accept.py`).
+in the arms and knows nothing of their times. Not for: what stays the same during a run (`fingerprint.py`), nor
+how many pairs may be lost (`accept.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import shutil
 import subprocess
 import time
@@ -133,22 +133,6 @@ def cpu_seconds(pid: int) -> float:
         fields = _read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()
         return sum(int(fields[i]) for i in (11, 12, 13, 14)) / _TICK
     return 0.0
-
-
-def describe() -> dict[str, Any]:
-    """What stays the same during a run: for the environment hash. Values are JSON."""
-    cpu = next((ln.split(":", 1)[1].strip() for ln in _read("/proc/cpuinfo").splitlines() if ln.startswith("model name")), None)
-    governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip() or None
-    gpus, _ = query_gpus(None)
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "affinity": sorted(os.sched_getaffinity(0)),
-        "governor": governor,
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "gpus": [{"name": g.name, "driver": g.driver, "uuid": g.uuid} for g in gpus],
-    }
 
 
 # --- readers -------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
 
 from optimizer import accept, guards, stats
+from optimizer.serial import build, plain
 from optimizer.types import Calibration, Cell, Pair, Protocol, RejectReason, Stage, Verdict
 
 FULL = Protocol("full", 6, 3, 6, 6, 12, Cell("decode", 16, 32), (), 16)
@@ -293,3 +295,24 @@ def test_the_headline_states_a_speed_up_with_its_interval():
     assert low < ratio < high and low < 1 < high
     with pytest.raises(ValueError, match="no usable pair"):
         accept.headline([pair(0.0, Stage.HEADLINE, discarded="load")])
+
+
+def test_a_calibration_says_in_words_what_it_can_tell():
+    taken = [pair(g, Stage.CALIBRATE, i, ttft_p50=1 + g) for i, g in enumerate((0.01, -0.012, 0.008, -0.009))]
+    cal = accept.calibrate(taken, "cpu", 4, QUICK)
+    text = " ".join(accept.describe(cal, QUICK))
+    for words in ("4 A/A pairs", "margin 3.0%", "80 % power", "protocol quick", "ttft_p50"):
+        assert words in text
+    assert accept.false_accept_bound(QUICK, cal) < 0.005
+    hopeless = accept.calibrate(pairs([1.5, -1.4, 1.6, -1.5], Stage.CALIBRATE), "cpu", 4, QUICK)
+    assert "no effect is detected" in " ".join(accept.describe(hopeless, QUICK))
+
+
+def test_every_figure_survives_the_ledger():
+    """JSON knows no infinity: a hopeless machine and a single pair still give numbers."""
+    wild = accept.calibrate(pairs([1.5, -1.4, 1.6, -1.5], Stage.CALIBRATE), "cpu", 4, QUICK)
+    spoiled = [pair(0.5, Stage.SCREEN, i, discarded="load") for i in range(3)]
+    results = [accept.judge(Stage.SCREEN, spoiled, wild, QUICK), accept.headline(pairs([0.1], Stage.HEADLINE))]
+    for value in (wild, *results):
+        assert value is not None
+        assert build(type(value), json.loads(json.dumps(plain(value), allow_nan=False)))

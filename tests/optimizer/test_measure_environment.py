@@ -41,8 +41,6 @@ def test_this_machine_can_be_read():
     sum(i * i for i in range(300_000))
     w = window(before, environment.snapshot())
     assert w.seconds > 0 and w.own_cores > 0
-    said = environment.describe()
-    assert said["cores"] >= 1 and said["affinity"]
 
 
 def test_cards_are_read_from_csv_and_garbage_is_left_out():
