@@ -44,13 +44,15 @@ def fingerprint(device: str, sandbox_level: str, gpu_devices: tuple[int, ...] = 
 
 def versions() -> dict[str, str]:
     """Installed versions of what a timing depends on; absent packages are absent."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: found for name in _PACKAGES if (found := version(name))}
+
+
+def version(name: str) -> str:
+    """Installed version of a distribution, empty where there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def gpus(devices: tuple[int, ...] = ()) -> list[dict[str, str]]:

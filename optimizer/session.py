@@ -13,9 +13,10 @@ from types import FrameType
 
 from rich.console import Console
 
-from optimizer import summary
+from optimizer import summary, weights
 from optimizer.loop import Loop
-from optimizer.run import Run
+from optimizer.resume import reopen
+from optimizer.run import Limits, Run, RunError
 from optimizer.services import Interrupted
 from optimizer.view import Terminal
 
@@ -40,6 +41,53 @@ def work(run: Run, console: Console) -> int:
     if place is not None:
         console.print(f"Report: {place}", highlight=False)
     return DONE
+
+
+def greet(run: Run, console: Console) -> None:
+    """What was asked for, and under what it will be judged."""
+    want = run.request
+    limits = [f"{value:g} {name.replace('_', ' ')}" for name, value in _limits(run) if value is not None]
+    console.print(f"[bold]run {want.id}[/bold] in {run.dir}", highlight=False)
+    console.print(
+        f"{want.target} TP={want.tp} on {want.device} ({want.dtype}), target {want.metric}"
+        + (f", goal {want.goal}" if want.goal else "")
+        + f"; agent {want.agent}, protocol {want.protocol}, seed {want.seed}",
+        highlight=False,
+    )
+    console.print(
+        f"limits: {', '.join(limits) or 'none'}; sandbox {want.sandbox_level}; seal {str(want.gates_digest)[:12]}; "
+        f"model {want.model_dir.name}, sha256 {str(want.weights_sha256)[:12]}",
+        highlight=False,
+    )
+    if want.sandbox_level != "bwrap":
+        console.print(f"[yellow]candidates run in sandbox level {want.sandbox_level}, not the highest[/yellow]")
+    for path in want.snapshot_left_out:
+        console.print(f"{path} is too large for the snapshot and is left out", highlight=False)
+
+
+def _limits(run: Run) -> list[tuple[str, float | None]]:
+    return [(name, getattr(run.request.limits, name)) for name in Limits.__slots__]
+
+
+def take_up(run: Run, limits: Limits, console: Console) -> int:
+    """`optimize resume`: repair and go on; a finished run goes on only when a limit is raised."""
+    from optimizer import fingerprint, seal
+
+    lines = run.ledger.lines()
+    want = run.request
+    if lines and lines[-1]["kind"] == "finished" and limits == Limits():
+        raise RunError(f"run {want.id} has finished; give --attempts or --budget-minutes to go on with it")
+    seal.verify()
+    if seal.digest() != want.gates_digest:
+        raise RunError(f"run {want.id} was judged under another seal; start a new run")
+    if weights.digest(want.model_dir) != want.weights_sha256:
+        raise RunError(f"the weights in {want.model_dir} are not those of run {want.id}")
+    environment = fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices)
+    notes = reopen(run, environment, limits)
+    greet(run, console)
+    for note in notes:
+        console.print(note, highlight=False)
+    return work(run, console)
 
 
 def report(run: Run, console: Console) -> Path | None:

@@ -1,0 +1,245 @@
+"""The `optimize` command line: options in, one call to the module that does the work, its answer out.
+
+Every error of the user is one line on stderr and exit status 2. Not for: any work of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from optimizer import start
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Make a correct but slow LLM inference engine fast, one small measured patch at a time: "
+        "`optimize --target tok/s`. A run can be stopped at any time and taken up with `optimize resume`."
+    ),
+)
+Runs = Annotated[Path, typer.Option("--runs", help="folder of all runs")]
+Which = Annotated[str | None, typer.Argument(help="id of a run, the beginning of one, or its folder; the newest if left out")]
+RUNS = Path("runs")
+
+
+def console() -> Console:
+    return Console(soft_wrap=not sys.stdout.isatty())
+
+
+@app.callback(invoke_without_command=True)
+def optimize(
+    context: typer.Context,
+    target: Annotated[str, typer.Option("--target", help="what to improve: tok/s, tpot, ttft, throughput@C, goodput@TTFT,TPOT, memory")] = "tok/s",
+    goal: Annotated[str | None, typer.Option("--goal", help="stop when reached: 1.5x, or 60 (tok/s)")] = None,
+    target_dir: Annotated[Path | None, typer.Option("--target-dir", help="folder with a target.toml; this repository's engine/ if left out")] = None,
+    python: Annotated[Path | None, typer.Option("--python", help="the target's interpreter; this one if left out")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", help="tensor-parallel ranks")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Hugging Face model folder")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; cuda where there is a GPU")] = None,
+    devices: Annotated[str | None, typer.Option("--devices", help="GPUs to use: 0,1")] = None,
+    agent: Annotated[str, typer.Option("--agent", help="who proposes: playbook, claude, mcp, replay")] = "playbook",
+    protocol: Annotated[str, typer.Option("--protocol", help="quick or full")] = "quick",
+    attempts: Annotated[int | None, typer.Option("--attempts", help="at most so many")] = None,
+    budget_minutes: Annotated[float | None, typer.Option("--budget-minutes", help="wall time of the whole run")] = None,
+    max_rejections: Annotated[int | None, typer.Option("--max-rejections", help="in a row")] = start.MAX_REJECTIONS,
+    max_usd: Annotated[float | None, typer.Option("--max-usd", help="for the proposer")] = None,
+    gpu_minutes: Annotated[float | None, typer.Option("--gpu-minutes", help="of all GPUs together")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="of everything drawn, but for the secret prompts")] = None,
+    unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="run candidates unconfined where nothing else works")] = False,
+    trust_skills: Annotated[list[Path] | None, typer.Option("--trust-skills", help="a further folder of skills; its code runs in this process")] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="where this run is kept; runs/<id> if left out")] = None,
+    runs: Runs = RUNS,
+) -> None:
+    """Run the loop (without a command)."""
+    if context.invoked_subcommand is not None:
+        return
+    options = start.Options(
+        metric=target, goal=goal, target_dir=target_dir, python=python, tp=tp, model=model, device=device,
+        devices=devices, agent=agent, protocol=protocol, attempts=attempts, budget_minutes=budget_minutes,
+        max_rejections=max_rejections, max_usd=max_usd, gpu_minutes=gpu_minutes, seed=seed,
+        unsafe_no_sandbox=unsafe_no_sandbox, run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()),
+    )  # fmt: skip
+    from optimizer import session
+
+    out = console()
+    run = start.prepare(options)
+    session.greet(run, out)
+    raise typer.Exit(session.work(run, out))
+
+
+@app.command()
+def init(directory: Path) -> None:
+    """Draft a target.toml for an engine of your own."""
+    from optimizer import target_init
+
+    console().print(f"wrote {target_init.draft(directory)}; `optimize check {directory}` says what is still missing")
+
+
+@app.command()
+def check(directory: Path) -> None:
+    """Say what keeps a folder from being optimised."""
+    from optimizer import target_init
+
+    problems = target_init.check(directory)
+    for problem in problems:
+        console().print(problem, markup=False)
+    if not problems:
+        console().print(f"{directory}: nothing is missing")
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def resume(
+    run: Which = None,
+    attempts: Annotated[int | None, typer.Option("--attempts", help="a new limit")] = None,
+    budget_minutes: Annotated[float | None, typer.Option("--budget-minutes", help="a new limit for the whole run")] = None,
+    max_usd: Annotated[float | None, typer.Option("--max-usd", help="a new limit")] = None,
+    runs: Runs = RUNS,
+) -> None:
+    """Go on with a run that was stopped or killed."""
+    from optimizer import session
+    from optimizer.run import Limits, find, load
+
+    found = load(find(runs, run))
+    limits = Limits(attempts=attempts, wall_minutes=budget_minutes, usd=max_usd)
+    raise typer.Exit(session.take_up(found, limits, console()))
+
+
+@app.command()
+def status(run: Which = None, runs: Runs = RUNS) -> None:
+    """Show where a run stands; without an id also list all runs."""
+    from optimizer import status as view
+    from optimizer.run import find
+
+    out = console()
+    if run is None:
+        out.print(view.overview(runs))
+    out.print(view.status(find(runs, run)))
+
+
+@app.command()
+def report(
+    run: Which = None, out: Annotated[Path | None, typer.Option("--out", help="HTML file")] = None, runs: Runs = RUNS
+) -> None:
+    """Write a run's report."""
+    from optimizer.run import find
+    from reports import html
+
+    place = find(runs, run)
+    console().print(f"wrote {html.run_report(place, out or place / 'report' / 'index.html')}")
+
+
+@app.command()
+def apply(
+    run: Which = None,
+    branch: Annotated[str | None, typer.Option("--branch", help="make this branch instead of writing the tree")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="root of another checkout of the target")] = None,
+    runs: Runs = RUNS,
+) -> None:
+    """Replay a run's accepted patches on your tree, or on a branch; all of them or none."""
+    from optimizer import apply as applying
+    from optimizer import state
+    from optimizer.run import find, load
+
+    found = load(find(runs, run))
+    final = state.incumbent(found.ledger.lines(), found.base)
+    root = to or found.target.root
+    if branch:
+        done = applying.to_branch(found.repo, found.base, final, root, branch)
+    else:
+        done = applying.to_tree(found.repo, found.base, final, root)
+    console().print(f"applied {done.commits} patches to {done.where}: {', '.join(done.files) or 'it had them already'}")
+
+
+@app.command()
+def export(
+    run: Which = None, out: Annotated[Path, typer.Option("--out", help="folder")] = Path("patches"), runs: Runs = RUNS
+) -> None:
+    """Write a run's accepted patches as a mailable series with the text of a pull request."""
+    from optimizer import export as exporting
+    from optimizer.run import find, load
+
+    for path in exporting.export(load(find(runs, run)), out):
+        console().print(str(path), markup=False)
+
+
+@app.command()
+def verify(run: Which = None, runs: Runs = RUNS) -> None:
+    """Check offline that a run's ledger is whole and its patches were judged by the sealed gates."""
+    from optimizer import verify as verifying
+    from optimizer.run import find
+
+    checks = verifying.verify(find(runs, run))
+    _rows((c.what, c.ok, c.detail, "") for c in checks)
+    raise typer.Exit(0 if all(c.ok for c in checks) else 1)
+
+
+@app.command()
+def doctor(python: Annotated[Path | None, typer.Option("--python", help="the target's interpreter")] = None) -> None:
+    """Look at this machine and say what to install."""
+    from optimizer import doctor as looking
+
+    rows = list(looking.rows(python))
+    _rows((row.what, row.ok, row.found, "" if row.ok else row.hint) for row in rows)
+    raise typer.Exit(1 if any(row.ok is False for row in rows) else 0)
+
+
+@app.command()
+def seal(reason: Annotated[str, typer.Option("--reason", help="why the gates were changed")]) -> None:
+    """Seal the gates as they are now and raise their version."""
+    from optimizer import seal as sealing
+
+    number = sealing.write(reason)
+    console().print(f"gates version {number}, digest {sealing.digest()}")
+
+
+def _rows(rows: Any) -> None:
+    table = Table(box=None, show_header=False)
+    for what, ok, detail, hint in rows:
+        mark = {True: "[green]ok[/green]", False: "[red]NO[/red]", None: "[dim]-[/dim]"}[ok]
+        table.add_row(what, mark, detail, hint)
+    console().print(table)
+
+
+def main() -> None:
+    """Run the command line; an error of the user is one line."""
+    try:
+        status = app(standalone_mode=False)
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except Exception as error:  # the outermost frame: known errors become one line
+        if not _known(error):
+            raise
+        _fail(str(error))
+    else:
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _known(error: Exception) -> bool:
+    """Errors whose message is meant for the user, by the modules that raise them."""
+    names = {
+        "Refused", "TargetError", "RunError", "LedgerBroken", "LedgerBusy", "NotApplied", "NothingToExport",
+        "SealBroken", "Differs", "LaunchError", "SandboxError", "OracleError", "DiagnoseError", "WeightsChanged",
+        "BlueprintError", "ReviewError",
+    }  # fmt: skip
+    return type(error).__name__ in names
+
+
+def _fail(message: str) -> None:
+    sys.stderr.write(f"optimize: {' '.join(message.split())}\n" if "\n" not in message else f"optimize: {message}\n")
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

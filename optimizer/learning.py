@@ -1,0 +1,45 @@
+"""The loop's door to the knowledge blueprint: accepted entries go to the proposer, an attempt's lesson to a person.
+
+Not for: the blueprint itself (knowledge.py), or deciding what enters it (review.py). Gates never come here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from optimizer import knowledge
+from optimizer.patching import ast_hash
+from optimizer.run import Run
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What an entry's scope is compared with: see knowledge.Scope."""
+    want = run.request
+    gpus = want.environment.get("gpus") or []
+    return {
+        "engine": want.target,
+        "engine_version": ast_hash(run.repo.sources(run.base, run.target.editable)),
+        "model": str(want.model.get("_name_or_path") or want.model_dir.name),
+        "tp": want.tp,
+        "batch": 1,
+        "mode": "eager",
+        "device": gpus[0]["name"] if gpus else f"cpu:{want.environment.get('machine', '')}",
+        "dtype": want.dtype,
+        "torch": want.environment.get("versions", {}).get("torch"),
+    }
+
+
+def accepted(run: Run) -> Sequence[Any]:
+    """Entries that a person accepted for exactly this engine, model and machine."""
+    return knowledge.accepted(facts(run))
+
+
+def learn(run: Run, number: int) -> list[str]:
+    """Propose what an attempt taught; returns the ids of new entries, none where nothing was learnt."""
+    if importlib.util.find_spec("optimizer.writeback") is None:
+        return []
+    from optimizer import writeback  # pyright: ignore[reportAttributeAccessIssue]
+
+    return [str(getattr(entry, "id", entry)) for entry in writeback.propose_entries(run.dir, number)]
