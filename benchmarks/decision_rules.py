@@ -1,7 +1,7 @@
 """How often our own acceptance code errs: `python -m benchmarks.decision_rules [--protocol full] [--trials N]`.
 
-Simulates whole sessions (A/A calibration, then candidates) with `optimizer.accept`, imported, not copied: the
-array function that `accept.judge` calls for one candidate is called here for thousands. Prints the rate of
+Simulates whole sessions (A/A calibration, then candidates) with `optimizer.rules`, imported, not copied: the
+array functions that `accept.judge` calls for one candidate are called here for thousands. Prints the rate of
 false acceptance per candidate and per session of 30 no-ops, and the power at several gains, per noise. The last
 line is one JSON object. Not for: measuring noise (`record_noise.py`).
 """
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from benchmarks import noise
-from optimizer import accept, stats
+from optimizer import rules, stats
 from optimizer.targets import PROTOCOLS
 from optimizer.types import Protocol, Stage
 
@@ -52,11 +52,11 @@ class Calibrated:
     df: int
 
 
-def calibrate(rule: accept.Rule, gains: np.ndarray, device: str, tp: int) -> Calibrated:
+def calibrate(rule: rules.Rule, gains: np.ndarray, device: str, tp: int) -> Calibrated:
     """Each session's A/A pairs through the functions that `accept.calibrate` uses."""
     sd = np.array([stats.robust_sd(g) for g in gains])
     bias = np.array([stats.hodges_lehmann(g) for g in gains])
-    margin = [accept.margin_for(rule, device, tp, float(s), float(b)) for s, b in zip(sd, bias, strict=True)]
+    margin = [rules.margin_for(rule, device, tp, float(s), float(b)) for s, b in zip(sd, bias, strict=True)]
     return Calibrated(sd, np.array(margin), gains.shape[1] - 1)
 
 
@@ -64,13 +64,13 @@ def candidates(
     protocol: Protocol, source, effect: float, cal: Calibrated, each: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """[sessions, each] accepted, and pairs used, of candidates with this effect."""
-    sizes = {s: accept.stage_pairs(protocol, s) for s in STAGES}
+    sizes = {s: rules.stage_pairs(protocol, s) for s in STAGES}
     sessions = cal.sd.size
     g = source.gains(sessions * each, sum(sizes.values()), rng) + np.log1p(effect)
     cuts = np.cumsum([sizes[s] for s in STAGES])[:-1]
     by_stage: dict[Stage, stats.Array] = dict(zip(STAGES, np.split(g, cuts, axis=1), strict=True))
-    rule = accept.rule_of(protocol)
-    accepted, used = accept.procedure(
+    rule = rules.rule_of(protocol)
+    accepted, used = rules.procedure(
         rule, sizes, by_stage, np.repeat(cal.margin, each), np.repeat(cal.sd, each), cal.df
     )
     return accepted.reshape(sessions, each), used.reshape(sessions, each)
@@ -81,7 +81,7 @@ def simulate(
 ) -> Row:
     """One row. calibrated_on: the noise during calibration (another than `source` for a machine that changes)."""
     rng = np.random.default_rng(seed)
-    rule = accept.rule_of(protocol)
+    rule = rules.rule_of(protocol)
     cal = calibrate(rule, calibrated_on.gains(sessions, protocol.calibrate_pairs, rng), device, tp)
     wrong, cost = candidates(protocol, source, 0.0, cal, NO_OPS, rng)
     power, pairs = {}, {}
@@ -91,7 +91,7 @@ def simulate(
         pairs[f"{effect:.2f}"] = round(float(used.mean()), 1)
     return Row(
         protocol.name, name, device, tp, float(np.median(cal.sd)), float(np.median(cal.margin)),
-        float(wrong.mean()), accept.binomial_upper(int(wrong.sum()), wrong.size), float(wrong.any(axis=1).mean()),
+        float(wrong.mean()), rules.binomial_upper(int(wrong.sum()), wrong.size), float(wrong.any(axis=1).mean()),
         float(cost.mean()), power, pairs,
     )  # fmt: skip
 

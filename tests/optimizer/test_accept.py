@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from optimizer import accept, guards, stats
+from optimizer import accept, guards, rules, stats
 from optimizer.serial import build, plain
 from optimizer.types import Calibration, Cell, Pair, Protocol, RejectReason, Stage, Verdict
 
@@ -37,7 +37,7 @@ def run(protocol: Protocol, cal: Calibration, draw) -> bool:
     taken: list[Pair] = []
     for stage in (Stage.SCREEN, Stage.DECIDE, Stage.CONFIRM):
         result = None
-        for i in range(accept.stage_pairs(protocol, stage)):
+        for i in range(rules.stage_pairs(protocol, stage)):
             taken.append(pair(float(draw()), stage, i))
             result = accept.judge(stage, taken, cal, protocol)
             if result is not None:
@@ -87,11 +87,11 @@ def test_the_simulation_is_of_the_code_that_judges():
     """`procedure` on an array and `judge` pair by pair give the same verdict for the same numbers."""
     rng = np.random.default_rng(10)
     for protocol, effect in ((FULL, 0.02), (QUICK, 0.08)):
-        sizes = {s: accept.stage_pairs(protocol, s) for s in (Stage.SCREEN, Stage.DECIDE, Stage.CONFIRM)}
+        sizes = {s: rules.stage_pairs(protocol, s) for s in (Stage.SCREEN, Stage.DECIDE, Stage.CONFIRM)}
         g = {s: rng.normal(effect, 0.02, (40, n)) for s, n in sizes.items()}
         cal = calibration(sd=0.018, margin=0.01, n=4)
-        rule = accept.rule_of(protocol)
-        accepted, _ = accept.procedure(rule, sizes, g, cal.margin, cal.log_sd, cal.pairs - 1)
+        rule = rules.rule_of(protocol)
+        accepted, _ = rules.procedure(rule, sizes, g, cal.margin, cal.log_sd, cal.pairs - 1)
         for row in range(40):
             taken = [p for s in sizes for p in pairs(g[s][row], s)]
             results = [accept.judge(s, taken, cal, protocol) for s in sizes]
@@ -178,7 +178,7 @@ def test_more_than_a_fifth_of_discarded_pairs_ends_the_stage_without_a_gain():
 
 def test_unknown_protocols_are_refused_by_name():
     with pytest.raises(KeyError, match="full, quick"):
-        accept.rule_of("fast")
+        rules.rule_of("fast")
 
 
 # --- guards ------------------------------------------------------------------------------------------------
