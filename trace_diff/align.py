@@ -8,6 +8,7 @@ layers (layers).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def join(pairings: Seq[tuple[Pair, ...]], length: int) -> list[tuple[int, int]]:
             for i in range(p.a0 + 1, p.a1):
                 glued[i] = True
     cuts = [i for i in range(length + 1) if not glued[i]]
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(itertools.pairwise(cuts))
 
 
 def image(pairs: tuple[Pair, ...], low: int, high: int) -> tuple[int, int]:

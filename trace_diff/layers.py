@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +74,7 @@ def find_anchors(classes: Seq[str], names: Seq[str]) -> tuple[Anchor, ...]:
 def find_layers(classes: Seq[str], names: Seq[str]) -> LayerMap:
     """The layers of one step's items, given in execution order (one class and one name each)."""
     anchors = find_anchors(classes, names)
-    by_attention = _layers_by_attention(anchors)
+    by_attention = _layers_by_attention(anchors, names)
     if by_attention:
         return LayerMap(anchors, by_attention, "attention")
     by_period = _layers_by_period(anchors, names)
@@ -103,9 +104,9 @@ def period(tokens: Seq[str], least_repeats: int = 3) -> tuple[int, int, int] | N
 
 
 def _role(cls: str) -> str | None:
-    if cls.startswith("gemm"):
+    if cls in ("gemm", "gemv"):
         return PRODUCT
-    if cls.startswith("attention"):
+    if cls == "attention":
         return ATTENTION
     return None
 
@@ -115,8 +116,8 @@ def _is_reduction(name: str) -> bool:
     return "splitkreduce" in low or "splitk_reduce" in low or "reduce_splitk" in low
 
 
-def _layers_by_attention(anchors: tuple[Anchor, ...]) -> tuple[tuple[int, ...], ...]:
-    """One layer per attention; it starts as many products before it as precede the first attention.
+def _layers_by_attention(anchors: tuple[Anchor, ...], names: Seq[str]) -> tuple[tuple[int, ...], ...]:
+    """One layer per attention, beginning with the products that lead up to it.
 
     An attention with no product before it (scheduling metadata such as `prepare_varlen_num_blocks`) is not a
     layer's attention.
@@ -131,21 +132,25 @@ def _layers_by_attention(anchors: tuple[Anchor, ...]) -> tuple[tuple[int, ...], 
             products_since = 0
     if len(attention) < 2:
         return ()
-    lead = _products_before(anchors, attention[0])
-    if lead == 0:
+    length, votes = Counter(b - a for a, b in pairwise(attention)).most_common(1)[0]
+    lead = _lead([names[a.first] for a in anchors], attention, length)
+    if lead == 0 or votes < 0.8 * (len(attention) - 1):
         return ()
     starts = [a - lead for a in attention]
-    gaps = Counter(b - a for a, b in zip(starts, starts[1:], strict=False))
-    length, votes = gaps.most_common(1)[0]
-    if votes < 0.8 * (len(attention) - 1):
-        return ()
     ends = [*starts[1:], min(starts[-1] + length, len(anchors))]
     return tuple(tuple(range(s, e)) for s, e in zip(starts, ends, strict=True))
 
 
-def _products_before(anchors: tuple[Anchor, ...], at: int) -> int:
+def _lead(tokens: list[str], attention: list[int], length: int) -> int:
+    """How many products of a layer stand in front of its attention.
+
+    Those in front of the first attention, as far back as they are the same as in front of a later one: a product
+    of the prologue (rotary frequencies in Hugging Face models) is not a layer's.
+    """
+    first = attention[0]
+    later = next((b for a, b in pairwise(attention) if b - a == length), attention[-1])
     n = 0
-    while at - n - 1 >= 0 and anchors[at - n - 1].role == PRODUCT:
+    while n < min(first, length - 1) and tokens[first - n - 1] == tokens[later - n - 1]:
         n += 1
     return n
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from trace_diff.align import Pair, Work, align, image, join
 from trace_diff.layers import find_anchors, find_layers, period
 
@@ -84,8 +86,7 @@ def _works(items: list[tuple[str, float]]) -> list[Work]:
 
 A = _works([("product", 16), ("attention", 10), ("product", 11), ("product", 50), ("product", 28)])
 B = _works(
-    [("product", 7), ("product", 5), ("product", 5), ("attention", 3), ("product", 11), ("product", 26)]
-    + [("product", 25), ("product", 28)]
+    [("product", 7), ("product", 5), ("product", 5), ("attention", 3), ("product", 11), ("product", 26), ("product", 25), ("product", 28)]
 )
 
 
@@ -116,4 +117,4 @@ def test_an_extra_product_of_one_engine_is_kept_in_a_range():
     pairs = align(A, extra)
     covered = [image(pairs, low, high) for low, high in join([pairs], len(A))]
     assert covered[0][0] == 0 and covered[-1][1] == len(extra)
-    assert all(x[1] == y[0] for x, y in zip(covered, covered[1:], strict=False))
+    assert all(x[1] == y[0] for x, y in itertools.pairwise(covered))

@@ -1,0 +1,81 @@
+"""Find out what a trace measured: stated by the caller, written in the trace, or inferred and marked so.
+
+Not for: judging whether two cells are comparable (comparable).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import fields
+from typing import Any
+
+from trace_diff import products
+from trace_diff.analysis import Cell
+from trace_diff.ingest import Trace, TraceSet
+from trace_diff.layers import LayerMap
+from trace_diff.sequence import Sequence
+from trace_diff.types import Phase, Step
+
+
+def cell_of(
+    traceset: TraceSet,
+    trace: Trace,
+    steps: Seq[Step],
+    phase: Phase,
+    seq: Sequence | None,
+    layers: LayerMap | None,
+    stated: dict[str, Any],
+) -> Cell:
+    """The cell of one rank's steady steps. Raises ValueError for a stated field that Cell does not have."""
+    known = {f.name for f in fields(Cell)}
+    wrong = sorted(set(stated) - known)
+    if wrong:
+        raise ValueError(f"unknown cell fields {wrong}; known are {sorted(known)}")
+    found: dict[str, Any] = {"phase": phase, "engine": traceset.label}
+    inferred: list[str] = []
+    found["device"] = device_class(trace, seq)
+    found["tp"] = trace.world_size or len(traceset.traces)
+    if not trace.world_size:
+        inferred.append("tp")
+    requests = Counter(s.requests for s in steps if s.requests is not None)
+    if requests:
+        found["batch"] = requests.most_common(1)[0][0]
+        found["tokens"] = _tokens(steps, phase)
+    if layers is not None and layers.count:
+        found["layers"] = layers.count
+        inferred.append("layers")
+    if seq is not None and layers is not None and layers.count:
+        shapes = products.layer_products(trace, seq, layers)
+        if shapes:
+            found["products"] = tuple((p.inputs, p.outputs) for p in shapes)
+            found["hidden"] = shapes[0].inputs
+            found["dtype"] = shapes[0].dtype
+            inferred += ["products", "hidden", "dtype"]
+            if "batch" not in found and phase == Phase.DECODE:
+                found["batch"] = found["tokens"] = shapes[0].rows
+                inferred += ["batch", "tokens"]
+    for key in ("engine", "tp", "batch", "context", "dtype", "model", "layers", "hidden"):
+        value = trace.meta.get(key)
+        if value is not None:
+            found[key] = value
+            inferred = [x for x in inferred if x != key]
+    found.update(stated)
+    return Cell(**found, inferred=tuple(x for x in inferred if x not in stated))
+
+
+def device_class(trace: Trace, seq: Sequence | None) -> str | None:
+    """ "cpu", the device's name from the trace, or None when a device worked whose name is not in the trace."""
+    if seq is not None and seq.device == "cpu":
+        return "cpu"
+    properties = trace.meta.get("deviceProperties") or []
+    names = {str(p["name"]) for p in properties if isinstance(p, dict) and p.get("name")}
+    return sorted(names)[0] if names else None
+
+
+def _tokens(steps: Seq[Step], phase: Phase) -> int | None:
+    if phase == Phase.DECODE:
+        counts = Counter(s.tokens if s.tokens is not None else s.requests for s in steps)
+    else:
+        counts = Counter(s.tokens for s in steps)
+    return counts.most_common(1)[0][0]

@@ -1,0 +1,82 @@
+"""Ranks wait for each other inside collectives.
+
+Signature: a rank enters a collective early and stays until the last one comes; matched over all ranks' traces.
+Saving per step <= the waiting of the rank that waits longest: what the step would gain if every rank were as
+early as that one. Waiting is not transfer: a faster all-reduce does not remove it, making the late rank's host
+path shorter (or every rank's collective start cheaper) does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trace_diff.findings.context import Context
+from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
+
+RULE = "comm-wait"
+SKILLS = ("custom-all-reduce", "overlap-scheduling", "remove-host-reads")
+FORMULA = "exposed waiting for peers per step, of the rank that waits longest"
+LEAST_SHARE = 0.01  # of the wall
+
+
+def look(context: Context) -> Draft | NotFound | CouldNotLook:
+    accounts = context.analysis.breakdowns
+    n = sum(b.counts.get("collectives", 0.0) for b in accounts.values()) / len(accounts)
+    if not n:
+        return NotFound("no collectives in the step")
+    if all("comm.wait" not in b.parts and "comm.transfer" not in b.parts for b in accounts.values()):
+        if len(accounts) == 1 and context.analysis.cell.tp == 1:
+            return NotFound("one rank: no peer to wait for")
+        return CouldNotLook(("traces of all ranks of the same steps",))
+    waits = {r: b.parts.get("comm.wait", 0) for r, b in accounts.items()}
+    most = max(waits, key=lambda r: waits[r])
+    wall = accounts[most].wall_ns
+    rows = tuple(
+        {
+            "what": f"rank {r}",
+            "wait_us": round(waits[r] / 1000, 1),
+            "transfer_us": round(b.parts.get("comm.transfer", 0) / 1000, 1),
+            "wall_us": round(b.wall_ns / 1000, 1),
+        }
+        for r, b in sorted(accounts.items())
+    )
+    if waits[most] < LEAST_SHARE * wall:
+        return NotFound("ranks arrive together", rows)
+    late = late_rank(context)
+    who = f"; rank {late['rank']} is late most often" if late else ""
+    return Draft(
+        title=f"Rank {most} waits {waits[most] / 1e6:.2f} ms a step in {n:.0f} collectives ({waits[most] / wall:.0%}){who}",
+        formula=FORMULA,
+        basis=Basis.HOST,
+        direct_ns=float(waits[most]),
+        evidence=(*rows, *([late] if late else [])),
+        skills=SKILLS,
+    )
+
+
+def late_rank(context: Context) -> dict[str, Any] | None:
+    """The rank that makes the others wait, with what it was doing; None when no one rank does."""
+    waits = {r: b.parts.get("comm.wait", 0) for r, b in context.analysis.breakdowns.items()}
+    if len(waits) < 2:
+        return None
+    last = min(waits, key=lambda r: waits[r])
+    others = [w for r, w in waits.items() if r != last]
+    if waits[last] > 0.6 * (sum(others) / len(others)):
+        return None  # they take turns: no single rank to blame
+    return {"what": "late rank", "rank": last, **cause_of(context, last)}
+
+
+def cause_of(context: Context, rank: int) -> dict[str, Any]:
+    """What the late rank does more of than the others do: its largest excess over their mean account."""
+    accounts = context.analysis.breakdowns
+    mine = accounts[rank]
+    peers = [b for r, b in accounts.items() if r != rank]
+    excess = {
+        part: ns - sum(p.parts.get(part, 0) for p in peers) / len(peers)
+        for part, ns in mine.parts.items()
+        if not part.startswith("comm.")
+    }
+    if not excess:
+        return {}
+    part = max(excess, key=lambda k: excess[k])
+    return {"cause": part, "excess_us": round(excess[part] / 1000, 1)}
