@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from trace_diff import counts, device, host
 from trace_diff.ingest.schema import WORK_KINDS
 from trace_diff.ingest.trace import Trace
+from trace_diff.syncs import sync_points
 from trace_diff.types import Breakdown, Phase, Step
 from trace_diff.windows import marks
 
@@ -99,7 +101,9 @@ def mean_breakdown(trace: Trace, steps: Sequence[Step], collectives: Collectives
     good = [s for s in steps if s.complete]
     if not good:
         raise ValueError(f"{trace.path}: no complete step to average")
-    return mean([breakdown(trace, s, collectives) for s in good])
+    account = mean([breakdown(trace, s, collectives) for s in good])
+    rows = tuple(r for r in collectives.rows if r.rank == trace.rank) if collectives is not None else ()
+    return replace(account, syncs=sync_points(trace, good), collectives=rows)
 
 
 def mean(accounts: Sequence[Breakdown]) -> Breakdown:

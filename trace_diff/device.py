@@ -184,66 +184,129 @@ class HostSide:
     in_step: Spans  # the launching thread was inside a step's annotation
 
 
+def replay_gaps(trace: Trace) -> npt.NDArray[np.int8]:
+    """Per device row: what a long gap before it, inside its own graph replay, is. Computed once.
+
+    0: no such gap. 1: replays of the same graph have it at the same place every time (or there is no other replay to
+    ask): kernels that the profiler does not record run there. 2: other replays have no gap there: a stall.
+    """
+    if "replay_gaps" not in trace.cache:
+        lane = lanes(trace)
+        out = np.zeros(len(lane.rows), np.int8)
+        inside = np.flatnonzero(lane.tied.in_graph)
+        if len(inside):
+            order = inside[np.argsort(lane.tied.launch[inside], kind="stable")]
+            call = lane.tied.launch[order]
+            cuts = np.append(0, np.append(np.flatnonzero(np.diff(call)) + 1, len(order)))
+            replays: dict[tuple[int, int], list[Ints]] = {}
+            for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+                rows = order[a:b]
+                replays.setdefault((b - a, int(trace.events.name[lane.rows[rows[0]]])), []).append(rows)
+            for same in replays.values():
+                _judge_replays(lane, np.stack(same), out)
+        trace.cache["replay_gaps"] = out
+    return trace.cache["replay_gaps"]
+
+
+def _judge_replays(lane: Lanes, rows: npt.NDArray[np.int64], out: npt.NDArray[np.int8]) -> None:
+    """`rows`: replays by kernels of one graph."""
+    reach = np.maximum.accumulate(lane.end[rows], axis=1)
+    gap = np.zeros(rows.shape, np.int64)
+    gap[:, 1:] = np.maximum(lane.start[rows][:, 1:] - reach[:, :-1], 0)
+    usual = np.sort(gap, axis=0)[(len(rows) - 1) // 2]
+    long = gap > GRAPH_GAP_NS
+    out[rows[long & (usual > GRAPH_GAP_NS)]] = 1
+    out[rows[long & (usual <= GRAPH_GAP_NS)]] = 2
+
+
 def _causes(trace: Trace, lane: Lanes, idle: Spans, host: HostSide) -> tuple[list[str], Spans]:
     """Cut each idle gap by the cause of the work that ends it."""
     g0, g1 = idle.starts, idle.ends
     if len(g0) == 0:
         return [], EMPTY
+    cuts = _Cuts(host)
+    if len(lane.start) == 0:
+        for a, b in zip(g0.tolist(), g1.tolist(), strict=True):
+            cuts.host(a, b)
+        return cuts.names, cuts.spans()
     events = trace.events
     nxt = np.searchsorted(lane.start, g1, side="left")
     exists = nxt < len(lane.start)
-    safe = np.minimum(nxt, max(len(lane.start) - 1, 0))
-    call = np.where(exists, lane.tied.launch[safe], -1) if len(lane.start) else np.full(len(g0), -1)
+    safe = np.minimum(nxt, len(lane.start) - 1)
+    call = np.where(exists, lane.tied.launch[safe], -1)
     told = call >= 0
     l0 = np.where(told, events.ts_ns[np.maximum(call, 0)], g1)
     l1 = np.where(told, l0 + events.dur_ns[np.maximum(call, 0)], g1)
     before = np.maximum(nxt - 1, 0)
-    same_replay = told & (nxt > 0) & (lane.tied.launch[before] == call) & lane.tied.in_graph[safe] if len(lane.start) else told
-    skewed = told & exists & (lane.start[safe] < l0) if len(lane.start) else told
-    blind = exists & ~told
-    first = np.where(same_replay | skewed | blind, g0, np.clip(l0, g0, g1))
-    second = np.where(same_replay | skewed | blind, g0, np.clip(np.maximum(l1, g0) + LATENCY_NS, first, g1))
-    names: list[str] = []
-    starts: list[int] = []
-    ends: list[int] = []
+    replay = told & (nxt > 0) & (lane.tied.launch[before] == call) & lane.tied.in_graph[safe]
+    skewed = told & (lane.start[safe] < l0)
+    first = np.clip(l0, g0, g1)
+    second = np.clip(np.maximum(l1, g0) + LATENCY_NS, first, g1)
+    holes = replay_gaps(trace)[safe]
+    special = replay | skewed | (exists & ~told)
+    rows = zip(g0.tolist(), g1.tolist(), first.tolist(), second.tolist(), special.tolist(), strict=True)
+    for k, (a, b, m, n, odd) in enumerate(rows):
+        if odd:
+            whole = _IN_REPLAY[holes[k]] if replay[k] else SKEW if skewed[k] else UNATTRIBUTED
+            cuts.put(whole, a, b)
+            continue
+        cuts.host(a, m)
+        cuts.put(LATENCY, m, n)
+        cuts.put(DEPENDENCY, n, b)
+    return cuts.names, cuts.spans()
 
-    def put(cause: str, a: int, b: int) -> None:
+
+_IN_REPLAY = (IN_GRAPH, NOT_RECORDED, DEPENDENCY)
+
+
+class _Cuts:
+    """Pieces of idle time with their causes, as they are found."""
+
+    def __init__(self, host: HostSide) -> None:
+        self.names: list[str] = []
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._host = host
+
+    def put(self, cause: str, a: int, b: int) -> None:
         if b > a:
-            names.append(cause)
-            starts.append(a)
-            ends.append(b)
+            self.names.append(cause)
+            self._starts.append(a)
+            self._ends.append(b)
 
-    rows = zip(g0.tolist(), g1.tolist(), first.tolist(), second.tolist(), strict=True)
-    for k, (a, b, m, n) in enumerate(rows):
-        if same_replay[k]:
-            put(IN_GRAPH if b - a <= GRAPH_GAP_NS else NOT_RECORDED, a, b)
-            continue
-        if skewed[k]:
-            put(SKEW, a, b)
-            continue
-        if blind[k]:
-            put(UNATTRIBUTED, a, b)
-            continue
-        _host_part(host, a, m, put)
-        put(LATENCY, m, n)
-        put(DEPENDENCY, n, b)
-    return names, Spans(np.array(starts, np.int64), np.array(ends, np.int64))
+    def host(self, a: int, b: int) -> None:
+        """Time in which the host had not launched: blocked, outside any step, or late."""
+        if b <= a:
+            return
+        for x, y in _pairs(self._host.blocked, a, b):
+            self.put(HOST_SYNC, x, y)
+        for x, y in _free(self._host.blocked, a, b):
+            for p, q in _pairs(self._host.in_step, x, y):
+                self.put(HOST_LATE, p, q)
+            for p, q in _free(self._host.in_step, x, y):
+                self.put(BETWEEN, p, q)
 
-
-def _host_part(host: HostSide, a: int, b: int, put) -> None:
-    """Time in which the host had not launched: blocked, outside any step, or late."""
-    if b <= a:
-        return
-    blocked = clip(host.blocked, a, b)
-    for x, y in zip(blocked.starts.tolist(), blocked.ends.tolist(), strict=True):
-        put(HOST_SYNC, x, y)
-    for x, y in _pairs(gaps(blocked, a, b)):
-        inside = clip(host.in_step, x, y)
-        for p, q in _pairs(inside):
-            put(HOST_LATE, p, q)
-        for p, q in _pairs(gaps(inside, x, y)):
-            put(BETWEEN, p, q)
+    def spans(self) -> Spans:
+        return Spans(np.array(self._starts, np.int64), np.array(self._ends, np.int64))
 
 
-def _pairs(spans: Spans) -> list[tuple[int, int]]:
-    return list(zip(spans.starts.tolist(), spans.ends.tolist(), strict=True))
+def _pairs(spans: Spans, a: int, b: int) -> list[tuple[int, int]]:
+    """The parts of [a, b) that `spans` cover."""
+    lo = int(np.searchsorted(spans.ends, a, side="right"))
+    hi = int(np.searchsorted(spans.starts, b, side="left"))
+    if hi <= lo:
+        return []
+    starts, ends = spans.starts[lo:hi].tolist(), spans.ends[lo:hi].tolist()
+    return [(max(s, a), min(e, b)) for s, e in zip(starts, ends, strict=True)]
+
+
+def _free(spans: Spans, a: int, b: int) -> list[tuple[int, int]]:
+    """The parts of [a, b) that `spans` leave uncovered."""
+    out, at = [], a
+    for s, e in _pairs(spans, a, b):
+        if s > at:
+            out.append((at, s))
+        at = e
+    if b > at:
+        out.append((at, b))
+    return out

@@ -82,6 +82,26 @@ def self_times(trace: Trace, track: int, start: int, end: int) -> dict[str, int]
     return out
 
 
+def innermost(trace: Trace, track: int, start: int, end: int) -> dict[str, int]:
+    """Names of the innermost rows of one thread in [start, end), with the time for which each was innermost."""
+    tree, events = nesting(trace), trace.events
+    rows = _thread_rows(trace, track)
+    rows = rows[: int(np.searchsorted(events.ts_ns[rows], end, side="left"))]
+    rows = rows[tree.end_ns[rows] > start]
+    own = np.maximum(np.minimum(tree.end_ns[rows], end) - np.maximum(events.ts_ns[rows], start), 0)
+    up = tree.parent[rows]
+    place = np.searchsorted(rows, up)
+    inner = np.flatnonzero((up >= 0) & (place < len(rows)) & (rows[np.minimum(place, len(rows) - 1)] == up)) if len(rows) else up
+    length = own.copy()
+    if len(rows):
+        np.subtract.at(own, place[inner], length[inner])
+    out: dict[str, int] = {}
+    for i in np.flatnonzero(own > 0).tolist():
+        name = trace.names[events.name[rows[i]]]
+        out[name] = out.get(name, 0) + int(own[i])
+    return out
+
+
 def _thread_rows(trace: Trace, track: int) -> Ints:
     key = f"thread{track}"
     if key not in trace.cache:

@@ -8,7 +8,7 @@ composable_kernel, hipBLASLt, AITER, and MetaInfer.
 
 from __future__ import annotations
 
-# Communication first: fused all-reduce kernels also say "norm". (class, backend, operation, pattern)
+# Communication first: fused all-reduce kernels also say "norm".
 COLLECTIVES: tuple[tuple[str, str, str], ...] = (
     # backend, operation, pattern
     ("custom", "all_reduce_norm", r"allreduce_fusion_kernel|allreduce.*(?:rms_?norm|residual)|(?:rms_?norm|residual).*allreduce"),
@@ -47,11 +47,11 @@ KERNELS: tuple[tuple[str, str], ...] = (
     # -- fused quantisation + norm counts as norm; normalisation
     ("norm", r"rms_?norm|layer_?norm|rmsnorm|layernorm|group_?norm|groupnorm|batch_?norm|bn_(?:fw|bw)_|(?<![a-z])bn_(?:fw|bw)|instance_?norm|qk_?norm|gammabetabackward|rowwise_?moments|computefusedparams|batchnorm"),
     # -- mixture of experts
-    ("moe", r"(?<![a-z])moe|fused_moe|moe_|topk_?gating|topkgating|grouped_topk|moe_align|moe_sum|expert|_topk_forward|topk_softmax|permute_kernel.*token|group_gemm|grouped_gemm|count_and_sort|sort_tokens|_bitmatrix|(?<![a-z])matmul_ogs|_p_matmul_ogs|silu_and_mul_masked_post"),
+    ("moe", r"(?<![a-z])moe|_combined_routing|fused_moe|moe_|topk_?gating|topkgating|grouped_topk|moe_align|moe_sum|expert|_topk_forward|topk_softmax|permute_kernel.*token|group_gemm|grouped_gemm|count_and_sort|sort_tokens|_bitmatrix|(?<![a-z])matmul_ogs|_p_matmul_ogs|silu_and_mul_masked_post"),
     # -- activations fused with the gate product, and plain ones
     ("activation", r"act_and_mul|silu|swiglu|swigluoai|gelu|geglu|(?<![a-z])relu|sigmoid_kernel|launch_gelu|tanh_kernel|threshold_kernel|leaky_relu|elu_kernel|hardswish|mish_kernel|softplus|sigmoid"),
     # -- convolutions before matrix products: implicit GEMMs say "gemm" too
-    ("conv", r"conv|wgrad|dgrad|fprop|igemm_(?:fwd|bwd|wrw)|miopen(?!.*gemm)|im2col|col2im|nchwtonhwc|nhwctonchw|batched_transpose_\d+x\d+_(?:half|float|dword)|scudnn|winograd|fft2d|fft1d|cgemm|flip_filter|naive_conv|subtensorop|cudnn::cnn|cudnn::winograd|cask_cudnn"),
+    ("conv", r"conv|wgrad|dgrad|fprop|igemm_(?:fwd|bwd|wrw)|miopen(?!.*gemm)|im2d?2?col|im2col|im2d2col|col2im|nchwtonhwc|nhwctonchw|batched_transpose_\d+x\d+_(?:half|float|dword)|scudnn|winograd|fft2d|fft1d|cgemm|flip_filter|naive_conv|subtensorop|cudnn::cnn|cudnn::winograd|cask_cudnn"),
     # -- vector times matrix: batch-one decode
     ("gemv", r"gemv|(?<![a-z])gevm|dot_kernel|reduce_1block_kernel|wvsplitk|llmm1|gemv2|matvec|ger_kernel|wv_?splitk|skinny_gemm|rowwise_gemv"),
     # -- matrix products and their split-K reductions and epilogues
@@ -68,7 +68,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("copy", r"direct_copy|copy_kernel|_copy_kernel_cuda|catarraybatchedcopy|copy_device_to_device|float8_copy|convert_kernel|cast_kernel|tofloat|fbgemm_gpu::.*transpose|transpose|cudnn::ops::nchw|permute|_copy_page_indices|copydevicetodevice|copybuffer|(?<![a-z])copy_|memcpy_kernel|__amd_rocclr_copy|foreach_copy|pack_|unpack_"),
     ("fill", r"fillfunctor|fill_kernel|fillbuffer|__amd_rocclr_fill|zero_kernel|(?<![a-z])zeros?_|memset_kernel"),
     ("random", r"distribution_|dropout|philox|randperm|curand|rand_|normal_and_transform|bernoulli"),
-    ("index", r"index_|gather|scatter|(?<![a-z])take_|put_|_index|slice_|nonzero|masked_(?:fill|select|scatter)|where_kernel|compare_?index|bucketize|searchsorted|unique|resolve_future_token_ids|slot_mapping|compute_position|clamp_position|prepare_inputs|prepare_pos|block_table|req_to_token|write_req|get_last_loc|assign_|alloc_extend|alloc_decode|jagged|offsets_range|lengths_range|sparse_data|permute_2d|cumsum|asynchronous_complete|input_ids|expand_kernel|update_.*(?:metadata|buffer)|get_num_kv_splits|kv_indices|page_table"),
+    ("index", r"index_|gather|scatter|(?<![a-z])take_|put_|_index|slice_|nonzero|masked_(?:fill|select|scatter)|where_kernel|compare_?index|bucketize|searchsorted|unique|resolve_future_token_ids|slot_mapping|compute_position|clamp_position|prepare_inputs|prepare_pos|block_table|req_to_token|write_req|get_last_loc|assign_|alloc_extend|alloc_decode|jagged|offsets_range|lengths_range|sparse_data|permute_2d|cumsum|asynchronous_complete|input_ids|expand_kernel|update_.*(?:metadata|buffer)|_post_update_kernel|_apply_write_kernel|prepare_.*inputs|indexfunc|compute_cuda_kernel|bounds_check|to_dense_representation|get_num_kv_splits|kv_indices|page_table"),
     ("reduce", r"reduce_kernel|reducekernel|reduce_|devicereduce|cub::.*reduce|reduction|norm_kernel|mean_kernel|sum_kernel|linalg_vector_norm"),
     ("scan", r"devicescan|scan_kernel|cub::.*scan|rocprim.*scan|device_scan|scan_by_key|thrust::.*scan"),
     ("pool", r"pool|upsample|interpolate|grid_sample|adaptive_average|max_pool"),
@@ -138,7 +138,7 @@ CALLS: tuple[tuple[str, str], ...] = (
     ("launch", r"(?:cuda|hip|cu|musa)(?:ext)?(?:module)?launch(?:cooperative)?kernel|cudalaunchkernel|culaunchkernel|hiplaunchkernel|hipextmodulelaunchkernel|hipmodulelaunchkernel|hipextlaunch|launchcooperativekernel|launchkernelexc|zecommandlistappendlaunch|urenqueuekernellaunch|zeurenqueuekernel|runfunction|culaunch(?:grid)?$|^cudalaunch$"),
     ("memcpy", r"memcpy"),
     ("memset", r"memset"),
-    ("sync", r"synchronize|waitonevent|streamwaitevent$(?!.)|zeeventhostsynchronize|urqueuefinish|ureventwait"),
+    ("sync", r"synchronize|waitonevent|zeeventhostsynchronize|urqueuefinish|ureventwait"),
     ("event_query", r"eventquery|streamquery"),
     ("stream_wait", r"streamwaitevent|streamwaitvalue"),
     ("malloc", r"(?:cuda|hip|musa|cu)_?(?:host|mem)?(?:malloc|hostalloc|memalloc|memcreate|memmap|mallocasync|mallocfrompool)|hostalloc|mallochost"),

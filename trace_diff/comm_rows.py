@@ -1,0 +1,127 @@
+"""The collectives of one rank: rows that communicate, with what identifies them across ranks. Not for: matching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trace_diff import classify
+from trace_diff.ingest.trace import Trace
+from trace_diff.nesting import nesting
+from trace_diff.types import Kind
+
+# Ranks leave these together, so their ends tell the clocks; in the others a rank may leave early.
+SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "all_reduce_norm"})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective on one rank. Times are absolute nanoseconds of the rank's own clock."""
+
+    row: int
+    backend: str
+    operation: str
+    start: int
+    end: int
+    group: str | None  # process group's name
+    seq: int | None  # sequence number in its group
+    size: int | None  # ranks in the group
+
+    @property
+    def signature(self) -> tuple[str, str, str | None]:
+        """What must agree for two ranks' calls to be one collective."""
+        return self.backend, self.operation, self.group
+
+
+def calls(trace: Trace) -> list[Call]:
+    """Collectives of `trace` by start: device kernels, else the workers' spans (gloo:all_reduce), else host operators."""
+    if "comm_calls" not in trace.cache:
+        found = _device(trace) or _host(trace)
+        trace.cache["comm_calls"] = found
+    return trace.cache["comm_calls"]
+
+
+def _device(trace: Trace) -> list[Call]:
+    told = [classify.collective(n) for n in trace.names]
+    wanted = np.array([c is not None for c in told] or [False])
+    kernels = trace.rows(Kind.KERNEL)
+    kernels = kernels[wanted[trace.events.name[kernels]]] if len(kernels) else kernels
+    amd = is_rocm(trace)
+    out = []
+    for row in kernels.tolist():
+        pair = told[trace.events.name[row]]
+        assert pair is not None
+        args = trace.args(row)
+        backend = "rccl" if pair[0] == "nccl" and amd else pair[0]
+        out.append(_call(trace, row, backend, _named(args) or pair[1], args))
+    return out
+
+
+def is_rocm(trace: Trace) -> bool:
+    """An AMD device: its runtime calls are hip*, or the file says so."""
+    if "rocm" not in trace.cache:
+        keys = " ".join(trace.meta)
+        trace.cache["rocm"] = "roctracer" in keys or "hip_" in keys or any(n.startswith("hip") for n in trace.names)
+    return trace.cache["rocm"]
+
+
+def _host(trace: Trace) -> list[Call]:
+    """Workers' spans where the backend records them, else the outermost communicating operators."""
+    told = [classify.host_collective(n) for n in trace.names]
+    wanted = np.array([c is not None for c in told] or [False])
+    marks = trace.rows(Kind.ANNOTATION)
+    spans = marks[wanted[trace.events.name[marks]]] if len(marks) else marks
+    spans = np.array([i for i in spans.tolist() if ":" in trace.name(i) and "::" not in trace.name(i)], np.int64)
+    if len(spans) == 0:
+        ops = trace.rows(Kind.CPU_OP)
+        ops = ops[wanted[trace.events.name[ops]]] if len(ops) else ops
+        up = nesting(trace).parent[ops]
+        spans = ops[(up < 0) | ~wanted[trace.events.name[np.maximum(up, 0)]]] if len(ops) else ops
+    out = []
+    for row in spans.tolist():
+        pair = told[trace.events.name[row]]
+        assert pair is not None
+        if pair[1] == "other":
+            continue
+        out.append(_call(trace, row, pair[0], pair[1], trace.args(row)))
+    return out
+
+
+def _call(trace: Trace, row: int, backend: str, operation: str, args: dict[str, Any]) -> Call:
+    start = trace.base_ns + int(trace.events.ts_ns[row])
+    group = args.get("Process Group Name")
+    seq, size = args.get("Seq"), args.get("Group size")
+    return Call(
+        row=row,
+        backend=backend,
+        operation=operation,
+        start=start,
+        end=start + int(trace.events.dur_ns[row]),
+        group=str(group) if group is not None else None,
+        seq=seq if isinstance(seq, int) else None,
+        size=size if isinstance(size, int) else None,
+    )
+
+
+_OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+}
+
+
+def _named(args: dict[str, Any]) -> str | None:
+    """The operation that the framework states, which a kernel's name may hide (a gather made of sends)."""
+    name = args.get("Collective name")
+    if not isinstance(name, str):
+        return None
+    text = name.lower().replace("_", "")
+    for key, operation in _OPERATIONS.items():
+        if key in text:
+            return operation
+    return None
