@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trace_diff import counts, device, host
+from trace_diff.comm_rows import calls
 from trace_diff.ingest.schema import WORK_KINDS
 from trace_diff.ingest.trace import Trace
+from trace_diff.intervals import cover, gaps, union
+from trace_diff.nesting import NESTED_KINDS, nesting
 from trace_diff.syncs import sync_points
 from trace_diff.types import Breakdown, Phase, Step
 from trace_diff.windows import marks
@@ -65,10 +68,11 @@ def _cpu_parts(trace: Trace, step: Step, track: int, collectives: Collectives | 
     """Parts of a trace without device work: self times of the step's thread; communication split where it can be."""
     own = host.self_times(trace, track, step.start_ns, step.end_ns)
     parts = {f"cpu.{name}": ns for name, ns in own.items() if name not in ("untraced", "communication")}
+    inside = min(_in_helpers(trace, step, track), own.get("untraced", 0))
     if "untraced" in own:
-        parts[device.UNATTRIBUTED] = own["untraced"]
-    if "communication" in own:
-        total = own["communication"]
+        parts[device.UNATTRIBUTED] = own["untraced"] - inside
+    total = own.get("communication", 0) + inside
+    if total:
         split = collectives.host_split(trace.rank, step) if collectives is not None else None
         if split is None:
             parts["comm.unsplit"] = total
@@ -77,6 +81,19 @@ def _cpu_parts(trace: Trace, step: Step, track: int, collectives: Collectives | 
             parts["comm.wait"] = wait
             parts["comm.transfer"] = total - wait
     return {k: v for k, v in parts.items() if v}
+
+
+def _in_helpers(trace: Trace, step: Step, track: int) -> int:
+    """Time in which the step's thread has no row open while another thread runs a collective for it (gloo)."""
+    events, tree = trace.events, nesting(trace)
+    rows = np.array([c.row for c in calls(trace) if events.track[c.row] != track], np.int64)
+    if len(rows) == 0:
+        return 0
+    own = trace.rows(*NESTED_KINDS)
+    own = own[(events.track[own] == track) & (tree.depth[own] == 0)]
+    free = gaps(union(events.ts_ns[own], tree.end_ns[own]), step.start_ns, step.end_ns)
+    helpers = union(events.ts_ns[rows], events.ts_ns[rows] + events.dur_ns[rows])
+    return int(cover(helpers, free.starts, free.ends).sum())
 
 
 def _kernel_time(trace: Trace, step: Step) -> dict[str, int]:
