@@ -2,7 +2,7 @@
 
 Arm a is the final engine without one commit, arm b the final engine. A commit is dropped only when it is shown to
 buy less than the margin and what is left passes every gate. Taken only as far as the budget allows. Not for: the
-headline (headline.py), or making patches smaller.
+headline (headline.py), or making patches smaller (shrink.py).
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def _leave_out(run: Run, do: Services, commit: str, title: str) -> None:
     key = ast_hash(run.repo.sources(without, run.target.editable))
     try:
         with failures(Stage.ABLATE):
-            result = _measure(run, do, arm, last, key, attempt)
+            result = compare(run, do, arm, last, key, attempt)
         if not result.passed:
-            _gates(do, arm, last, final, without)
+            pass_gates(do, arm, last, final, without)
             data["incumbent"] = without
     except Stop as stop:
         result = _unknown(f"{stop.reason}: {stop.detail}")
@@ -83,7 +83,8 @@ def _leave_out(run: Run, do: Services, commit: str, title: str) -> None:
     follow(run)
 
 
-def _measure(run: Run, do: Services, arm: LaunchSpec, last: LaunchSpec, key: str, attempt: int) -> StageResult:
+def compare(run: Run, do: Services, arm: LaunchSpec, last: LaunchSpec, key: str, attempt: int) -> StageResult:
+    """The final engine (arm b) against one that lacks something. Passed: what is lacking buys something, or may."""
     while True:
         pairs = state.pairs(run.ledger.lines(), Stage.ABLATE, key, run.ledger.context.incumbent_commit)
         result = accept.judge(Stage.ABLATE, pairs, calibration_of(run), do.protocol)
@@ -92,7 +93,8 @@ def _measure(run: Run, do: Services, arm: LaunchSpec, last: LaunchSpec, key: str
         take_pair(run, do, arm, last, Stage.ABLATE, key, attempt)
 
 
-def _gates(do: Services, arm: LaunchSpec, last: LaunchSpec, final: str, without: str) -> None:
+def pass_gates(do: Services, arm: LaunchSpec, last: LaunchSpec, final: str, without: str) -> None:
+    """All gates on an engine that would take the final one's place. Raises Stop."""
     for stage in ("quick", "full"):
         for result in do.gates(stage, arm, last, final, without):
             if not result.passed or result.parked:

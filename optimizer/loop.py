@@ -17,6 +17,7 @@ from optimizer.judge import gates, pause_point, screen, stage
 from optimizer.propose import propose
 from optimizer.run import Run
 from optimizer.services import Capture, Diagnosis, NoProposal, Services, Stop
+from optimizer.shrink import shrink
 from optimizer.stopping import goal_reached, nothing_left
 from optimizer.types import Stage, Verdict
 from optimizer.verdicts import accept, close, finish_attempt, finish_ended, follow
@@ -76,6 +77,7 @@ class Loop:
             pause_point(run)
             before = self.diagnose()
         ablate(run, do)
+        shrink(run, do)
         run.ledger.append("finished", None, {"reason": why, "headline": headline(run, do), **do.budget.facts()})
         return why
 
