@@ -37,6 +37,7 @@ class AttentionBackend(Protocol):
     """Computes causal attention; the step's keys and values are already in the cache."""
 
     name: str
+    copies_pages: bool  # a step needs memory for a copy of the pages of its generating sequences
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
@@ -49,6 +50,7 @@ class SdpaAttention:
     """PyTorch's scaled_dot_product_attention: prompts one by one, generating sequences in one padded batch."""
 
     name = "sdpa"
+    copies_pages = True
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, metadata: AttentionMetadata
@@ -82,18 +84,20 @@ class SdpaAttention:
         k = cache.k[metadata.block_tables].flatten(1, 2)[:, :longest]  # [G, longest, kv_heads, head_dim]
         v = cache.v[metadata.block_tables].flatten(1, 2)[:, :longest]
         mask = torch.arange(longest, device=q.device) < metadata.seq_lens.unsqueeze(1)
+        # The query heads that share a KV head are rows of one query: no copies of keys and values for them.
         out = F.scaled_dot_product_attention(
-            q.unsqueeze(2),
+            q.unflatten(1, (k.shape[2], -1)),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask[:, None, None, :],
-            enable_gqa=True,
         )
-        return out.squeeze(2)
+        return out.flatten(1, 2)
 
 
 class FlashAttention:
     """flash-attn, or vLLM's build of it (which takes small pages)."""
+
+    copies_pages = False
 
     def __init__(self, name: str, varlen: Callable[..., Any], with_kvcache: Callable[..., Any]) -> None:
         self.name = name

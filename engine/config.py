@@ -91,7 +91,7 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's, at most 8192
     block_size: int | None = None  # None: 16, or what the attention backend needs
     num_kv_blocks: int | None = None  # None: from free memory
-    max_num_seqs: int = 64
+    max_num_seqs: int = 32
     max_num_batched_tokens: int | None = None  # None: max(2048, max_model_len)
     attention_backend: str = "auto"
     gpu_memory_utilization: float = 0.9

@@ -80,14 +80,12 @@ class RotaryEmbedding(nn.Module):
         self.theta = theta
 
     def build(self, positions: int, device: torch.device) -> None:
-        """Fill the tables [positions, head_dim] in float32; called once, after the weights are loaded."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-        angles = torch.outer(
-            torch.arange(positions, dtype=torch.float32, device=device), 1.0 / self.theta**exponents
-        )
+        """Fill the tables [positions, head_dim] in float32; called once. On the CPU, for the same bits everywhere."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), 1.0 / self.theta**exponents)
         angles = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("cos", angles.cos().to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().to(device), persistent=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [T, heads, head_dim], positions [T] -> same shape."""

@@ -57,7 +57,7 @@ class Worker:
             weights.load_dummy(model, options.seed)
         else:
             weights.load_safetensors(model, options.model)
-        self.num_blocks = self._choose_num_blocks(options, model, dtype)
+        self.num_blocks = self._choose_num_blocks(options, model, backend.copies_pages, dtype)
         caches = kv_cache.allocate_caches(
             self.model_config, self.tp, self.num_blocks, self.block_size, dtype
         )
@@ -72,7 +72,9 @@ class Worker:
         self.profiler.step_done()
         return result
 
-    def _choose_num_blocks(self, options: EngineConfig, model: Qwen3ForCausalLM, dtype: torch.dtype) -> int:
+    def _choose_num_blocks(
+        self, options: EngineConfig, model: Qwen3ForCausalLM, copies_pages: bool, dtype: torch.dtype
+    ) -> int:
         """Pages that every rank can hold; `--num-kv-blocks` decides where given."""
         size = kv_cache.block_bytes(self.model_config, self.tp.size, self.block_size, dtype)
         most = self.limits.max_num_seqs * -(-self.limits.max_model_len // self.block_size)
@@ -81,10 +83,13 @@ class Worker:
         if self.tp.device.type == "cpu":
             return max(1, min(most, CPU_CACHE_BYTES // self.tp.size // size))
         free = _free_cuda_bytes(options.gpu_memory_utilization, lambda: self._largest_prefill(model, dtype))
+        if copies_pages:
+            free -= most * size  # every sequence padded to the longest: the most that a step can copy
         if free < size:
             raise ConfigError(
                 f"--gpu-memory-utilization {options.gpu_memory_utilization} leaves {free} bytes for the KV "
-                f"cache; one block needs {size}. Lower --max-num-batched-tokens or raise the fraction"
+                f"cache; one block needs {size}. Lower --max-model-len, --max-num-batched-tokens or "
+                "--max-num-seqs, or raise the fraction"
             )
         return self.tp.minimum(min(most, free // size))
 
