@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 
 BUILT_IN = Path(__file__).resolve().parents[2] / "skills"
+TOOLS = "codemod_tools"
 
 
 class SkillError(Exception):
@@ -111,18 +113,26 @@ def _load_codemod(path: Path) -> tuple[Callable[..., Any] | None, dict[str, tupl
     file = path / "codemod.py"
     if not file.is_file():
         return None, {}
-    spec = importlib.util.spec_from_file_location(f"hotloop_skill_{path.name.replace('-', '_')}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise SkillError(f"{file}: cannot be loaded: {type(error).__name__}: {error}") from error
+    if TOOLS not in sys.modules:  # what codemods may import besides libcst
+        _load_module(TOOLS, BUILT_IN / f"{TOOLS}.py")
+    module = _load_module(f"hotloop_skill_{path.name.replace('-', '_')}", file)
     if not callable(getattr(module, "propose", None)):
         raise SkillError(f"{file}: has no function `propose(sources, finding)`")
     params = getattr(module, "PARAMS", {})
     return module.propose, {name: tuple(values) for name, values in params.items()}
+
+
+def _load_module(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise SkillError(f"{file}: cannot be loaded: {type(error).__name__}: {error}") from error
+    return module
 
 
 def run(skill: Skill, sources: Mapping[str, str], finding: dict[str, Any]) -> list[Rewrite] | str:

@@ -7,6 +7,7 @@ say so. The new module falls back to torch.distributed for everything that it do
 
 from __future__ import annotations
 
+import codemod_tools as t
 import libcst as cst
 from libcst.metadata import MetadataWrapper, QualifiedNameProvider
 
@@ -160,7 +161,7 @@ def _redirect(file: str, sources: dict[str, str]) -> str | None:
     if "all_reduce" not in visitor.found.values():
         return None
     tree = wrapper.module.visit(_Replace(visitor.found))
-    return _with_import(tree, _import_line(file, sources)).code
+    return t.add_import(tree, t.sibling_import(file, sources, MODULE)).code
 
 
 def _plain(call: cst.Call) -> bool:
@@ -214,7 +215,7 @@ def _metadata(sources: dict[str, str], changed: dict[str, str]) -> dict[str, str
         replacer = _Backend()
         tree = cst.parse_module(changed.get(file, sources[file])).visit(replacer)
         if replacer.hits == 1:
-            return {file: (tree if file in changed else _with_import(tree, _import_line(file, sources))).code}
+            return {file: (tree if file in changed else t.add_import(tree, t.sibling_import(file, sources, MODULE))).code}
     return {}
 
 
@@ -233,27 +234,3 @@ class _Backend(cst.CSTTransformer):
         value = cst.Module([]).code_for_node(updated_node.value)
         test = f'{MODULE}.AVAILABLE and {value} == "gloo"'
         return updated_node.with_changes(value=cst.parse_expression(f'"shm" if {test} else {value}'))
-
-
-def _import_line(file: str, sources: dict[str, str]) -> str:
-    """How this file imports a module beside it: the way it imports others, else by what its folder is."""
-    folder = file.rpartition("/")[0]
-    package = folder.replace("/", ".")
-    if "\nfrom ." in sources[file]:
-        return f"from . import {MODULE}"
-    if folder and f"{folder}/__init__.py" in sources:
-        return f"from {package} import {MODULE}"
-    return f"import {MODULE}"
-
-
-def _with_import(tree: cst.Module, line: str) -> cst.Module:
-    """The module with one more import, after its last top-level one."""
-    body = list(tree.body)
-    last = max(
-        (n for n, s in enumerate(body) if isinstance(s, cst.SimpleStatementLine) and isinstance(s.body[0], cst.Import | cst.ImportFrom)),
-        default=0 if tree.get_docstring() else -1,
-    )
-    statement = cst.ensure_type(cst.parse_statement(line), cst.SimpleStatementLine)
-    if not line.startswith("import "):
-        statement = statement.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-    return tree.with_changes(body=[*body[: last + 1], statement, *body[last + 1 :]])

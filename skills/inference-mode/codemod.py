@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import codemod_tools as t
 import libcst as cst
 from libcst.metadata import MetadataWrapper, QualifiedNameProvider
 
@@ -35,7 +36,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
     """One patch; see the module docstring."""
     functions: list[_Function] = []
     trees: dict[str, cst.Module] = {}
-    modules = _module_classes(sources)
+    modules = t.subclasses_of(t.classes(t.parse_all(sources)), {"Module", "PreTrainedModel"})
     for file in sorted(f for f in sources if f.endswith(".py")):
         if "torch" not in sources[file]:
             continue
@@ -75,22 +76,6 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
     }
 
 
-def _module_classes(sources: dict[str, str]) -> set[str]:
-    """Names of classes that are torch modules, directly or through a class of these sources."""
-    bases: dict[str, set[str]] = {}
-    for file, text in sources.items():
-        if file.endswith(".py"):
-            for node in cst.parse_module(text).body:
-                if isinstance(node, cst.ClassDef):
-                    bases[node.name.value] = {_last(b.value) for b in node.bases}
-    known = {"Module", "PreTrainedModel"}
-    while True:
-        more = {name for name, parents in bases.items() if parents & known} - known
-        if not more:
-            return known
-        known |= more
-
-
 def _covered(functions: list[_Function]) -> set[str]:
     """Names of functions under a guard: their own, or that of all functions which call them."""
     called_by: dict[str, list[_Function]] = {}
@@ -107,13 +92,6 @@ def _covered(functions: list[_Function]) -> set[str]:
         if not more:
             return covered
         covered |= more
-
-
-def _last(node: cst.BaseExpression) -> str:
-    """The last name of a dotted expression; empty for anything else."""
-    if isinstance(node, cst.Attribute):
-        return node.attr.value
-    return node.value if isinstance(node, cst.Name) else ""
 
 
 class _Survey(cst.CSTVisitor):
@@ -157,13 +135,13 @@ class _Survey(cst.CSTVisitor):
             self.off = True
 
     def visit_Call(self, node: cst.Call) -> None:
-        name = _last(node.func)
-        if name == "backward" or (name == "step" and isinstance(node.func, cst.Attribute) and "optim" in _last(node.func.value)):
+        name = t.last_name(node.func)
+        if name == "backward" or (name == "step" and isinstance(node.func, cst.Attribute) and "optim" in t.last_name(node.func.value)):
             self.gradients = self.gradients or name
         if not self.stack:
             return
         self.stack[-1].calls.add(name)
-        of_model = isinstance(node.func, cst.Attribute) and _last(node.func.value) in MODEL_NAMES and name in ENTRY_POINTS
+        of_model = isinstance(node.func, cst.Attribute) and t.last_name(node.func.value) in MODEL_NAMES and name in ENTRY_POINTS
         if name in MODEL_NAMES or of_model:
             self.stack[-1].runs_model = True
 
@@ -187,13 +165,8 @@ class _Decorate(cst.CSTTransformer):
 
 def _with_torch(tree: cst.Module) -> cst.Module:
     """The module, importing torch under its own name if it did not."""
-    body = list(tree.body)
-    imports = [
-        n for n, s in enumerate(body) if isinstance(s, cst.SimpleStatementLine) and isinstance(s.body[0], cst.Import | cst.ImportFrom)
-    ]
-    for n in imports:
-        for small in cst.ensure_type(body[n], cst.SimpleStatementLine).body:
-            if isinstance(small, cst.Import) and any(_last(a.name) == "torch" and a.asname is None for a in small.names):
+    for statement in tree.body:
+        for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
+            if isinstance(small, cst.Import) and any(t.code(a.name) == "torch" and a.asname is None for a in small.names):
                 return tree
-    at = imports[-1] + 1 if imports else (1 if tree.get_docstring() else 0)
-    return tree.with_changes(body=[*body[:at], cst.parse_statement("import torch"), *body[at:]])
+    return t.add_import(tree, "import torch")
