@@ -58,7 +58,7 @@ def analyse(traceset: TraceSet, phase: str = "decode", **stated: Any) -> Analysi
     layers = find_layers(seq.classes, seq.names) if seq is not None else None
     cell = cell_of(traceset, by_rank[slowest], steps[slowest], wanted, seq, layers, stated)
     traced = float(np.mean([s.wall_ns for s in steps[slowest]])) / 1000
-    control = by_rank[slowest].meta.get("control_step_us")
+    control = by_rank[slowest].meta.get("control_step_us")  # written by a capture that also timed without profiler
     return Analysis(
         label=traceset.label,
         cell=cell,

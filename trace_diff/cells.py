@@ -55,13 +55,30 @@ def cell_of(
             if "batch" not in found and phase == Phase.DECODE:
                 found["batch"] = found["tokens"] = shapes[0].rows
                 inferred += ["batch", "tokens"]
-    for key in ("engine", "tp", "batch", "context", "dtype", "model", "layers", "hidden"):
-        value = trace.meta.get(key)
-        if value is not None:
-            found[key] = value
-            inferred = [x for x in inferred if x != key]
+    told = provenance(trace.meta)
+    found.update(told)
+    inferred = [x for x in inferred if x not in told]
     found.update(stated)
     return Cell(**found, inferred=tuple(x for x in inferred if x not in stated))
+
+
+def provenance(meta: dict[str, Any]) -> dict[str, Any]:
+    """Cell fields that an engine wrote into its trace under the top-level key `engine` (as ours does)."""
+    told = meta.get("engine")
+    if not isinstance(told, dict):
+        return {}
+    out: dict[str, Any] = {}
+    for key, kind in (("engine", str), ("tp", int), ("batch", int), ("context", int), ("dtype", str)):
+        if isinstance(told.get(key), kind):
+            out[key] = told[key]
+    model = told.get("model")
+    if isinstance(model, dict):
+        for key, name in (("layers", "num_hidden_layers"), ("hidden", "hidden_size")):
+            if isinstance(model.get(name), int):
+                out[key] = model[name]
+    if isinstance(told.get("model_hash"), str):
+        out["model"] = told["model_hash"]
+    return out
 
 
 def device_class(trace: Trace, seq: Sequence | None) -> str | None:

@@ -29,6 +29,7 @@ WORDS = {
 
 
 MOST_WORDS = 4
+QUIET = frozenset({"view", "allocation", "metadata"})  # named in a label only where there is nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ def _row(
     classes = _classes(spans, items)
     label = class_label(classes)
     if name is not None:
-        others = [c for c in classes if c not in ("gemm", "gemv", "attention")]
+        others = [c for c in classes if c not in ("gemm", "gemv", "attention") and c not in QUIET]
         label = f"{name} with {class_label(others)}" if others else name
     return GroupRow(where, label, classes, name is not None, layers, labels, cells)
 
@@ -272,7 +273,8 @@ def _coverage(a: Analysis, rows: Iterable[GroupRow], at: int) -> float:
 
 def class_label(classes: Iterable[str]) -> str:
     """ "norm + RoPE" from class names; "nothing" for an empty group."""
-    words = list(dict.fromkeys(WORDS.get(c, c.replace("_", " ")) for c in classes))
+    telling = [c for c in classes if c not in QUIET] or list(classes)
+    words = list(dict.fromkeys(WORDS.get(c, c.replace("_", " ")) for c in telling))
     shown = words if len(words) <= MOST_WORDS else [*words[: MOST_WORDS - 1], f"{len(words) - MOST_WORDS + 1} more"]
     return " + ".join(shown) or "nothing"
 

@@ -40,6 +40,23 @@ class HostTree:
         """Entries without a parent, in call order."""
         return np.flatnonzero(self.parent < 0).tolist()
 
+    def lead_ns(self, trace: Trace, most: float = 3.0) -> npt.NDArray[np.int64]:
+        """Untraced host time in front of each outermost entry (0 for others): the Python that leads up to it.
+
+        A pause longer than `most` times the median is something else (a wait, another thread) and is cut there.
+        """
+        e = trace.events
+        out = np.zeros(len(self), np.int64)
+        at = np.flatnonzero(self.parent < 0)
+        if len(at) < 2:
+            return out
+        rows = self.rows[at]
+        start, end = e.ts_ns[rows], np.maximum.accumulate(e.ts_ns[rows] + e.dur_ns[rows])
+        gaps = np.maximum(start[1:] - end[:-1], 0)
+        limit = int(most * float(np.median(gaps)))
+        out[at[1:]] = np.minimum(gaps, limit)
+        return out
+
 
 def step_track(trace: Trace, step: Step) -> int:
     """The thread that ran the step: the one with most operators, else most runtime calls; -1 when host-less."""

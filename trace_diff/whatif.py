@@ -58,6 +58,7 @@ class StepModel:
     waits: list[Wait]
     host_start: dict[int, float]  # host row -> its start
     host_self: dict[int, float]  # host row -> its time outside nested rows
+    host_lead: dict[int, float]  # outermost host row -> Python time in front of it, which goes when it goes
 
     def wall_with(self, edit: Edit) -> float:
         """Wall of the step in ns with the edit applied; never longer than traced, never negative."""
@@ -92,6 +93,7 @@ def build(trace: Trace, step: Step) -> StepModel:
         waits=_waits(trace, step, tree, device.tolist(), start, dur, launch),
         host_start={r: float(e.ts_ns[r] - zero) for r in host},
         host_self=dict(zip(host, tree.self_ns.astype(float).tolist(), strict=True)),
+        host_lead=dict(zip(host, tree.lead_ns(trace).astype(float).tolist(), strict=True)),
     )
 
 

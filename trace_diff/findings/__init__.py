@@ -27,6 +27,7 @@ from trace_diff.findings import (
     python_time,
     recompilation,
     roofline_gap,
+    slow_transfer,
     slower_kernels,
     split_products,
     step_invariant,
@@ -40,6 +41,7 @@ from trace_diff.types import Finding
 
 RULES: tuple[ModuleType, ...] = (
     comm_wait,
+    slow_transfer,
     autograd_recording,
     host_reads,
     allocations,

@@ -50,7 +50,7 @@ def look(context: Context) -> Draft | NotFound:
         title=f"{total:.0f} allocations and runtime queries a step",
         formula=FORMULA,
         basis=Basis.HOST,
-        edit=Edit(host_cuts=context.subtree_cuts(at)),
+        edit=Edit(host_cuts=context.subtree_cuts(at, lead=False)),
         evidence=tuple(evidence),
         skills=SKILLS,
     )

@@ -43,7 +43,7 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
     if waits[most] < LEAST_SHARE * wall:
         return NotFound("ranks arrive together", rows)
     late = late_rank(context)
-    who = f"; rank {late['rank']} is late most often" if late else ""
+    who = f"; rank {late['rank']} is late: {late['cause']}" if late else ""
     return Draft(
         title=f"Rank {most} waits {waits[most] / 1e6:.2f} ms a step in {n:.0f} collectives ({waits[most] / wall:.0%}){who}",
         formula=FORMULA,
@@ -56,27 +56,14 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
 
 def late_rank(context: Context) -> dict[str, Any] | None:
     """The rank that makes the others wait, with what it was doing; None when no one rank does."""
-    waits = {r: b.parts.get("comm.wait", 0) for r, b in context.analysis.breakdowns.items()}
-    if len(waits) < 2:
+    late = context.analysis.collectives.late if context.analysis.collectives is not None else None
+    if late is None:
         return None
-    last = min(waits, key=lambda r: waits[r])
-    others = [w for r, w in waits.items() if r != last]
-    if waits[last] > 0.6 * (sum(others) / len(others)):
-        return None  # they take turns: no single rank to blame
-    return {"what": "late rank", "rank": last, **cause_of(context, last)}
-
-
-def cause_of(context: Context, rank: int) -> dict[str, Any]:
-    """What the late rank does more of than the others do: its largest excess over their mean account."""
-    accounts = context.analysis.breakdowns
-    mine = accounts[rank]
-    peers = [b for r, b in accounts.items() if r != rank]
-    excess = {
-        part: ns - sum(p.parts.get(part, 0) for p in peers) / len(peers)
-        for part, ns in mine.parts.items()
-        if not part.startswith("comm.")
+    return {
+        "what": "late rank",
+        "rank": late.rank,
+        "share_of_waiting": round(late.share, 3),
+        "cause": late.cause,
+        "doing": {part: round(ns / 1000, 1) for part, ns in late.doing[:5]},
+        "sites": list(late.sites),
     }
-    if not excess:
-        return {}
-    part = max(excess, key=lambda k: excess[k])
-    return {"cause": part, "excess_us": round(excess[part] / 1000, 1)}

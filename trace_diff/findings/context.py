@@ -12,13 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
-from trace_diff import groups, hosttree, whatif
+from trace_diff import groups, hosttree, syncs, whatif
 from trace_diff.analysis import Analysis
 from trace_diff.comparable import compare_cells
 from trace_diff.groups import GroupRow
 from trace_diff.hosttree import HostTree
 from trace_diff.ingest import Trace
-from trace_diff.nesting import nesting
 from trace_diff.types import Breakdown, Kind, Step
 
 
@@ -115,8 +114,11 @@ class Context:
         wanted = [c for c in np.unique(codes).tolist() if match(self.trace.names[c])]
         return np.flatnonzero(np.isin(codes, wanted)).tolist()
 
-    def subtree_cuts(self, positions: Iterable[int]) -> dict[int, float]:
-        """Host cuts that remove these calls with everything under them: row -> self time."""
+    def subtree_cuts(self, positions: Iterable[int], lead: bool = True) -> dict[int, float]:
+        """Host cuts that remove these calls: row -> its time, with everything under it.
+
+        With `lead` the Python in front of an outermost call goes with it.
+        """
         chosen = set(positions)
         out: dict[int, float] = {}
         parent = self.tree.parent.tolist()
@@ -124,7 +126,8 @@ class Context:
         for i, p in enumerate(parent):  # parents come before children
             inside[i] = i in chosen or (p >= 0 and inside[p])
             if inside[i]:
-                out[int(self.tree.rows[i])] = float(self.tree.self_ns[i])
+                row = int(self.tree.rows[i])
+                out[row] = float(self.tree.self_ns[i]) + (self.model.host_lead.get(row, 0.0) if lead and i in chosen else 0.0)
         return out
 
     @cached_property
@@ -170,20 +173,5 @@ class Context:
 
     def site(self, row: int) -> str | None:
         """The Python line around a host row, when the trace has stacks."""
-        return python_site(self.trace, row)
+        return syncs.site(self.trace, row)
 
-
-def python_site(trace: Trace, row: int) -> str | None:
-    """Innermost Python frame outside torch that encloses a host row (else the innermost at all); None without stacks."""
-    parent = nesting(trace).parent
-    best: str | None = None
-    at = int(parent[row])
-    while at >= 0:
-        if trace.events.kind[at] == Kind.PYTHON:
-            name = trace.name(at)
-            if not name.startswith(("<built-in", "nn.Module")):
-                best = best or name
-                if "/torch/" not in name and not name.startswith("torch/"):
-                    return name
-        at = int(parent[at])
-    return best

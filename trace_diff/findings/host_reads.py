@@ -14,8 +14,7 @@ from collections import Counter
 from trace_diff import classify
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
-from trace_diff.nesting import nesting
-from trace_diff.types import Kind
+from trace_diff.syncs import operator
 from trace_diff.whatif import Edit, Wait
 
 RULE = "host-reads"
@@ -31,11 +30,11 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
     if not waits:
         return NotFound("no call of the step waited for the device")
     rows = [w.row for w in waits]
-    sites = Counter((operator(context, r), context.trace.name(r), context.site(r)) for r in rows)
+    sites = Counter((operator(context.trace, r), context.trace.name(r), context.site(r)) for r in rows)
     blocked = {r: float(context.trace.events.dur_ns[r]) for r in rows}
     evidence = []
     for (op, call, site), n in sites.most_common(12):
-        mine = [r for r in rows if (operator(context, r), context.trace.name(r), context.site(r)) == (op, call, site)]
+        mine = [r for r in rows if (operator(context.trace, r), context.trace.name(r), context.site(r)) == (op, call, site)]
         evidence.append(
             {
                 "what": op or call,
@@ -82,17 +81,3 @@ def feeds_device(context: Context, wait: Wait) -> bool:
     """True when the call only waited for a copy to the device: that reads nothing."""
     return wait.item >= 0 and classify.copy_kind(context.trace.name(context.model.rows[wait.item])) == "h2d"
 
-
-def operator(context: Context, row: int) -> str | None:
-    """The outermost reading operator around a runtime call, else the innermost operator; None outside of any."""
-    parent = nesting(context.trace).parent
-    kinds = context.trace.events.kind
-    found: str | None = None
-    at = int(parent[row])
-    while at >= 0:
-        if kinds[at] == Kind.CPU_OP:
-            name = context.trace.name(at)
-            if _READS.match(name) or found is None:
-                found = name
-        at = int(parent[at])
-    return found

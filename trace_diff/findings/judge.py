@@ -37,7 +37,7 @@ def judge(context: Context, answers: Seq[tuple[ModuleType, Answer]]) -> list[Fin
     traced = {id(f): c.claimed_ns for f, c in zip(found, _kept(claims), strict=True)}
     found.sort(key=lambda f: (f.bound_us is None, -(f.bound_us or 0.0), -traced[id(f)]))
     small = [
-        _plain(c.rule, Status.NOT_FOUND, f"{c.draft.title}: less than {SMALLEST_NS / 1000:g} us per step")
+        _plain(c.rule, Status.NOT_FOUND, f"{c.draft.title}: hidden, worth less than {SMALLEST_NS / 1000:g} us", c.draft.evidence)
         for c in claims
         if c.alone_ns < SMALLEST_NS and not c.draft.counted_under
     ]

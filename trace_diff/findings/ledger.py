@@ -51,14 +51,16 @@ class Ledger:
         if kind == "idle":
             return max(0.0, wall - self._direct - busy_ns(self._model.rows, self._model.dur, edit))
         if kind == "python":
-            return max(0.0, min(wall - self._direct, python_ns(self._context)))
+            led = sum(max(0.0, ns - self._model.host_self.get(r, 0.0)) for r, ns in edit.host_cuts.items())
+            return max(0.0, min(wall - self._direct, python_ns(self._context) - led))
         return 0.0
 
     def _capped(self, new: Edit, old: Edit) -> Edit:
         """Both edits together; no host row gives more than its own time, no device row less than zero."""
         cuts = dict(old.host_cuts)
         for row, ns in new.host_cuts.items():
-            cuts[row] = min(cuts.get(row, 0.0) + ns, self._model.host_self.get(row, 0.0))
+            most = self._model.host_self.get(row, 0.0) + self._model.host_lead.get(row, 0.0)
+            cuts[row] = min(cuts.get(row, 0.0) + ns, most)
         device = dict(old.device)
         for row, ns in new.device.items():
             device[row] = min(ns, device.get(row, ns))
@@ -74,8 +76,6 @@ def busy_ns(rows: list[int], dur: list[float], edit: Edit) -> float:
 
 
 def python_ns(context: Context) -> float:
-    """Host time of the representative step outside operators and runtime calls."""
-    tree = context.tree
-    e = context.trace.events
-    outer = tree.rows[tree.outermost()]
-    return max(0.0, context.step.wall_ns - float(e.dur_ns[outer].sum()))
+    """Mean host time of a step outside operators, runtime calls and collectives."""
+    parts = context.breakdown.parts
+    return float(parts.get("cpu.python", 0) + parts.get("unattributed", 0))

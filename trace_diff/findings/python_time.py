@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, Draft, NotFound
+from trace_diff.findings.ledger import python_ns
 
 RULE = "python-time"
 SKILLS = ("compile-regions", "fused-kernels")
@@ -19,8 +20,7 @@ LEAST_SHARE = 0.05
 def look(context: Context) -> Draft | NotFound:
     if context.on_gpu:
         return NotFound("device work sets the pace or waits for the host: see launch-bound-decode")
-    parts = context.breakdown.parts
-    ns = float(parts.get("cpu.python", 0) + parts.get("unattributed", 0))
+    ns = python_ns(context)
     wall = context.breakdown.wall_ns
     ops = context.breakdown.counts.get("cpu_ops", 0.0)
     row = {"what": "outside operators", "us": round(ns / 1000, 1), "operators": round(ops)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 
-from trace_diff import classify
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, Draft, NotFound
 from trace_diff.whatif import Edit
@@ -21,6 +20,8 @@ _COMPILES = re.compile(
     r"triton.*compil|autotun|nvrtc|Pregraph|backend_compile|aot_.*compil",
     re.I,
 )
+
+_LOADS = re.compile(r"^(cu|hip|cuda)(ModuleLoad|LibraryLoad)")
 
 
 def look(context: Context) -> Draft | NotFound:
@@ -44,4 +45,4 @@ def look(context: Context) -> Draft | NotFound:
 
 
 def _compiles(name: str) -> bool:
-    return bool(_COMPILES.search(name)) or classify.call_class(name) == "module"
+    return bool(_COMPILES.search(name) or _LOADS.match(name))

@@ -1,7 +1,7 @@
 """One rank is late to most collectives and makes the others wait.
 
-Signature: its own waiting is far below that of its peers. Evidence: who, by how much, and what it does more of
-than the others (largest excess in its account). The time is the other ranks' waiting and is counted under
+Signature: most of all waiting is for this rank. Evidence: who, by how much, and what it did while its peers had
+already arrived. The time is the other ranks' waiting and is counted under
 comm-wait, so this finding carries no bound of its own.
 """
 
@@ -29,9 +29,8 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
     most = max(waits.values())
     if late is None or most < LEAST_SHARE * context.breakdown.wall_ns:
         return NotFound("no single rank makes the others wait")
-    cause = f", it has more {late['cause']}" if "cause" in late else ""
     return Draft(
-        title=f"Rank {late['rank']} is late: its peers wait up to {most / 1e6:.2f} ms a step for it{cause}",
+        title=f"Rank {late['rank']} is late: its peers wait up to {most / 1e6:.2f} ms a step for it; {late['cause']}",
         formula=FORMULA,
         basis=Basis.HOST,
         direct_ns=float(most),
