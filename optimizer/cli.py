@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -31,8 +30,11 @@ Which = Annotated[str | None, typer.Argument(help="id of a run, the beginning of
 RUNS = Path("runs")
 
 
+WIDE = 160  # columns where there is no terminal: a log should hold whole tables
+
+
 def console() -> Console:
-    return Console(soft_wrap=not sys.stdout.isatty())
+    return Console(width=None if sys.stdout.isatty() else WIDE)
 
 
 @app.callback(invoke_without_command=True)
@@ -55,6 +57,7 @@ def optimize(
     gpu_minutes: Annotated[float | None, typer.Option("--gpu-minutes", help="of all GPUs together")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="of everything drawn, but for the secret prompts")] = None,
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="run candidates unconfined where nothing else works")] = False,
+    accept_numeric_drift: Annotated[bool, typer.Option("--accept-numeric-drift", help="do not park patches whose tokens differ within the tolerance band")] = False,
     trust_skills: Annotated[list[Path] | None, typer.Option("--trust-skills", help="a further folder of skills; its code runs in this process")] = None,
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="where this run is kept; runs/<id> if left out")] = None,
     runs: Runs = RUNS,
@@ -66,7 +69,7 @@ def optimize(
         metric=target, goal=goal, target_dir=target_dir, python=python, tp=tp, model=model, device=device,
         devices=devices, agent=agent, protocol=protocol, attempts=attempts, budget_minutes=budget_minutes,
         max_rejections=max_rejections, max_usd=max_usd, gpu_minutes=gpu_minutes, seed=seed,
-        unsafe_no_sandbox=unsafe_no_sandbox, run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()),
+        unsafe_no_sandbox=unsafe_no_sandbox, accept_numeric_drift=accept_numeric_drift, run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()),
     )  # fmt: skip
     from optimizer import session
 
@@ -128,14 +131,14 @@ def status(run: Which = None, runs: Runs = RUNS) -> None:
 
 @app.command()
 def report(
-    run: Which = None, out: Annotated[Path | None, typer.Option("--out", help="HTML file")] = None, runs: Runs = RUNS
+    run: Which = None, out: Annotated[Path | None, typer.Option("--out", help="folder")] = None, runs: Runs = RUNS
 ) -> None:
     """Write a run's report."""
     from optimizer.run import find
     from reports import html
 
     place = find(runs, run)
-    console().print(f"wrote {html.run_report(place, out or place / 'report' / 'index.html')}")
+    console().print(f"wrote {html.run_report(place, out or place / 'report')}")
 
 
 @app.command()
@@ -214,14 +217,13 @@ def main() -> None:
     """Run the command line; an error of the user is one line."""
     try:
         status = app(standalone_mode=False)
-    except click.ClickException as error:
-        _fail(error.format_message())
-    except click.exceptions.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except Exception as error:  # the outermost frame: known errors become one line
-        if not _known(error):
+        usage = getattr(error, "format_message", None)  # click's errors, whichever click typer carries
+        if usage is None and not _known(error):
             raise
-        _fail(str(error))
+        _fail(usage() if usage else str(error))
     else:
         sys.exit(status if isinstance(status, int) else 0)
 

@@ -17,7 +17,9 @@ from optimizer import accept, state
 from optimizer.candidate import Candidate, Member
 from optimizer.launch import LaunchError
 from optimizer.measure import CandidateFailed, InfrastructureError
+from optimizer.oracle import OracleError
 from optimizer.run import Run
+from optimizer.sandbox import SandboxError
 from optimizer.serial import build, plain
 from optimizer.services import Interrupted, Services, Stop
 from optimizer.types import Calibration, LaunchSpec, Pair, RejectReason, Stage, StageResult, Verdict
@@ -41,7 +43,7 @@ def failures(stage: str) -> Iterator[None]:
         raise Stop(Verdict.REJECT, stage, error.reason, error.detail) from error
     except LaunchError as error:
         raise Stop(Verdict.REJECT, stage, error.reason, error.detail) from error
-    except InfrastructureError as error:
+    except (InfrastructureError, OracleError, SandboxError) as error:
         raise Stop(Verdict.REJECT, stage, RejectReason.INFRASTRUCTURE, str(error)) from error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM, errno.EADDRINUSE):

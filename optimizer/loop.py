@@ -76,6 +76,7 @@ class Loop:
             self.attempt()
             pause_point(run)
             before = self.diagnose()
+            calibrate(run, do)
         ablate(run, do)
         shrink(run, do)
         run.ledger.append("finished", None, {"reason": why, "headline": headline(run, do), **do.budget.facts()})

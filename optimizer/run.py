@@ -89,6 +89,7 @@ class Request:
     model: dict[str, Any] = field(default_factory=dict)  # dimensions out of config.json
     environment: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of the proposer
+    accept_numeric_drift: bool = False
     schema: int = SCHEMA
 
 

@@ -95,7 +95,7 @@ def report(run: Run, console: Console) -> Path | None:
     from reports import html
 
     try:
-        return html.run_report(run.dir, run.dir / "report" / "index.html")
+        return html.run_report(run.dir, run.dir / "report")
     except (ValueError, OSError, KeyError) as error:
         console.print(f"no report: {error}; `optimize report {run.request.id}` tries again", highlight=False)
         return None

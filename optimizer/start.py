@@ -53,6 +53,7 @@ class Options:
     gpu_minutes: float | None = None
     seed: int | None = None
     unsafe_no_sandbox: bool = False
+    accept_numeric_drift: bool = False
     run_dir: Path | None = None
     runs: Path = Path("runs")
     trust_skills: tuple[Path, ...] = ()
@@ -103,6 +104,7 @@ def prepare(options: Options) -> Run:
         model=_dimensions(model),
         environment=environment,
         options=_agent_options(options),
+        accept_numeric_drift=options.accept_numeric_drift,
     )
     try:
         return run.create(options.runs, request, target, place)

@@ -20,6 +20,10 @@ from optimizer.services import Capture, NoProposal, Question, Services, View
 from optimizer.types import GateResult, LaunchSpec, Pair, Protocol, Series, Stage
 
 
+class WeightsChanged(Exception):
+    """Size, time or inode of a weight file is not what it was when the run began."""
+
+
 @contextmanager
 def real(run: Run, view: View) -> Iterator[Services]:
     """Services of a run; the oracle's process lives as long as this is open."""
@@ -67,6 +71,7 @@ class _Real:
     oracle: Any
     _proposer: Any = None
     _greeted: bool = False
+    _weights: Any = None
 
     def capture(self, spec: LaunchSpec, out: Path) -> Capture:
         """Raises LaunchError; preflight.Differs on the first launch of the run."""
@@ -132,6 +137,7 @@ class _Real:
             prompts=self.prompts,
             protocol=self.protocol,
             run_dir=self.run.dir,
+            accept_numeric_drift=self.run.request.accept_numeric_drift,
         )
         return gates.run(stage, context)
 
@@ -143,10 +149,14 @@ class _Real:
         )
 
     def check_seal(self) -> None:
-        """Raises SealBroken; the run ends, since nothing judged since can be trusted."""
-        from optimizer import seal
+        """Raises SealBroken or WeightsChanged; the run ends, since nothing judged since can be trusted."""
+        from optimizer import seal, weights
 
         seal.verify()
+        now = weights.fingerprint(self.run.request.model_dir)
+        self._weights = self._weights or now
+        if now != self._weights:
+            raise WeightsChanged(f"the files in {self.run.request.model_dir} changed during the run")
 
     def learn(self, number: int) -> list[str]:
         from optimizer.learning import learn
