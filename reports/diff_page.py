@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trace_diff.groups import GroupCell, GroupRow
     from trace_diff.types import Breakdown, Finding
 
-SMALL = 0.002  # rows below this share of every engine's wall are summed into one
+SMALL = 0.004  # rows below this share of every engine's wall are summed into one
 KINDS = {
     "wall": ("Where the step's wall time goes", "Parts sum to the wall time of the rank that sets the pace."),
     "gpu": ("GPU work by category", "Summed kernel time per step; overlaps with the table above."),
@@ -225,15 +225,16 @@ def _group(cell: GroupCell, share: int, best: float | None) -> Cell:
 
 
 def _sentences(diff: Diff, limit: int = 5) -> list[str]:
-    """The groups in which another engine launches fewer kernels and is faster, dearest first."""
+    """The groups for which another engine launches fewer kernels and needs less GPU time, dearest first."""
     found: list[tuple[float, str]] = []
     for row in diff.layers:
         if row.anchor or not row.cells[0].count:
             continue
+        per = "per layer" if row.where == "layer" else row.where
         for at, cell in enumerate(row.cells[1:], 1):
-            saved = row.cells[0].us + row.cells[0].gap_us - cell.us - cell.gap_us
-            if cell.count and saved > 0 and row.cells[0].count > cell.count:
-                found.append((saved, row.sentence(0, at)))
+            if cell.count and cell.us < row.cells[0].us and row.cells[0].count > cell.count:
+                saved = row.cells[0].us + row.cells[0].gap_us - cell.us - cell.gap_us
+                found.append((saved, f"{row.sentence(0, at)} ({per})"))
     return [s for _, s in sorted(found, key=lambda f: -f[0])[:limit]]
 
 
@@ -336,6 +337,8 @@ def evidence_value(value: object) -> str:
         return "" if value is None else str(value).lower()
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {evidence_value(v)}" for k, v in list(value.items())[:6])
     if isinstance(value, list | tuple):
         return ", ".join(evidence_value(v) for v in value[:8])
     return str(value)

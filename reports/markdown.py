@@ -52,7 +52,7 @@ def _findings(found: Iterable[Finding]) -> list[str]:
     out += _rows(["at most", "finding", "id", "answered by"], rows, numbers_from=9) if hits else ["Nothing found."]
     out.append("")
     out += [
-        f"- could not look: {cell(f.title)} (needs {cell(', '.join(f.missing))})"
+        f"- could not look: {cell(f.rule)} needs {cell(', '.join(f.missing))}"
         for f in ordered
         if f.status == "could_not_look"
     ]
@@ -69,7 +69,7 @@ def _comparison(page: diff_page.DiffPage) -> list[str]:
     for table in page.tables:
         out += _table(table)
     if page.sentences:
-        out += ["### Fused there, not here", "", *[f"- {cell(s, 300)} (per layer)" for s in page.sentences], ""]
+        out += ["### Fused there, not here", "", *[f"- {cell(s, 300)}" for s in page.sentences], ""]
     if page.layers:
         out += _table(page.layers)
     for table in (*page.kernels, *page.syncs, *page.ranks):

@@ -26,7 +26,7 @@ def side_by_side(diff: Diff, analyses: Sequence[Analysis] = (), *, layers: bool 
     parts += [table(t) for t in page.tables]
     if layers and page.layers:
         parts.append(table(page.layers))
-    parts += [Text(f"  {s} (per layer)") for s in page.sentences]
+    parts += [Text(f"  {s}") for s in page.sentences]
     parts += [table(t) for t in (*page.ranks, *page.syncs)]
     if page.context:
         parts.append(table(page.context))
@@ -79,8 +79,7 @@ def findings(found: Iterable[Finding], *, limit: int | None = None) -> Renderabl
     for f in hits[:limit]:
         parts.append(_finding(f))
     blind = [f for f in ordered if f.status == "could_not_look"]
-    for f in blind:
-        parts.append(Text(f"  could not look: {short(f.title, 80)} (needs {', '.join(f.missing) or 'more evidence'})", style="dim"))
+    parts += [Text(f"  could not look: {f.rule} needs {short(', '.join(f.missing), 120)}", style="dim") for f in blind]
     silent = [f.title for f in ordered if f.status == "not_found"]
     if silent:
         parts.append(Text(f"  not found: {'; '.join(short(s, 60) for s in silent)}", style="dim"))
@@ -94,7 +93,9 @@ def _finding(f: Finding) -> RenderableType:
     if f.inferred:
         lines.append(Text(f"{'':32}inferred", style="dim"))
     for row in f.evidence[:3]:
-        words = ", ".join(f"{k} {diff_page.evidence_value(v)}" for k, v in list(row.items())[:5] if v not in (None, ""))
+        rest = [(k, v) for k, v in row.items() if k != "what" and v not in (None, "")][:5]
+        words = f"{row['what']}: " if row.get("what") else ""
+        words += ", ".join(f"{k.replace('_', ' ')} {diff_page.evidence_value(v)}" for k, v in rest)
         lines.append(Padding(Text(short(words, 200), style="dim"), (0, 0, 0, 32)))
     if f.skills:
         lines.append(Padding(Text(f"answered by {', '.join(f.skills)}"), (0, 0, 0, 32)))

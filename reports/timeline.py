@@ -152,9 +152,8 @@ def device_spans(trace: Trace, step: Step, zero_ns: int, end_ns: int, categorise
             word = known[key] = categorise(trace.names[key[0]], key[1])
         items.append((int(ev.ts_ns[row]), int(ev.ts_ns[row] + ev.dur_ns[row]), word, trace.names[key[0]], 1))
     merged = _merge(items, pixel / 2)
-    while len(merged) > _MAX_SPANS:
-        pixel *= 1.6
-        merged = _merge(merged, pixel)
+    if len(merged) > _MAX_SPANS:
+        merged = _coarse(merged, (end_ns - zero_ns) / _MAX_SPANS)
     spans = []
     for start, end, word, name, count in merged:
         more = f" and {count - 1} more" if count > 1 else ""
@@ -173,6 +172,26 @@ def _merge(items: Sequence[tuple[int, int, str, str, int]], gap: float) -> list[
             out[-1] = (start, max(end, item[1]), word, name, count + item[4])
         else:
             out.append(item)
+    return out
+
+
+def _coarse(items: Sequence[tuple[int, int, str, str, int]], width: float) -> list[tuple[int, int, str, str, int]]:
+    """One span per cell of `width` ns that holds several: as long as its work, named after its largest part."""
+    out: list[tuple[int, int, str, str, int]] = []
+    cell: list[tuple[int, int, str, str, int]] = []
+
+    def close() -> None:
+        if cell:
+            largest = max(cell, key=lambda i: i[1] - i[0])
+            busy = sum(i[1] - i[0] for i in cell)
+            out.append((cell[0][0], cell[0][0] + busy, largest[2], largest[3], sum(i[4] for i in cell)))
+
+    for item in items:
+        if cell and item[0] // width != cell[0][0] // width:
+            close()
+            cell = []
+        cell.append(item)
+    close()
     return out
 
 
