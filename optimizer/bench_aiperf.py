@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from optimizer.loadgen import LoadGenerator
 from optimizer.types import LaunchSpec, Stream
 
 FAULT = 0.05
+_ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = Path(".venv-aiperf")
 _TIMEOUT_S = 900.0
 _RESULT = "profile_export_aiperf.json"
@@ -241,6 +243,27 @@ def _socket(server: Any) -> Path:
     if path is None:
         raise AiperfError("the engine does not serve on a Unix socket")
     return path
+
+
+def bench_run(run: Any, work: Workload, others: Sequence[str] = ()) -> dict[str, Any]:
+    """The first and the final engine of a `run.Run`, from its own repository; artefacts under its `aiperf/`.
+
+    others: `label=http://host:port/model` of servers that are up, such as vLLM. Errors: AiperfError, LaunchError.
+    """
+    final = run.repo.incumbent()
+    specs = {"original": run.spec(run.base, "aiperf-original", "original")}
+    if final != run.base:
+        specs["final"] = run.spec(final, "aiperf-final", "final")
+    urls: dict[str, tuple[str, str]] = {}
+    for other in others:
+        match = re.fullmatch(r"([\w-]+)=(https?://[^/]+)/(.+)", other)
+        if match is None:
+            raise AiperfError(f"{other!r}: give label=http://host:port/model")
+        urls[match[1]] = match[2], match[3]
+    found = bench(specs, run.dir / "aiperf", root=_ROOT, work=work, urls=urls)
+    for spec in specs.values():
+        run.repo.drop_tree(spec.tree.name)
+    return found
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:

@@ -187,6 +187,30 @@ def verify(run: Which = None, runs: Runs = RUNS) -> None:
 
 
 @app.command()
+def bench(
+    run: Which = None,
+    aiperf: Annotated[bool, typer.Option("--aiperf", help="AIPerf beside our own client, over HTTP")] = False,
+    requests: Annotated[int, typer.Option("--requests")] = 24,
+    concurrency: Annotated[int, typer.Option("--concurrency")] = 1,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens")] = 64,
+    new_tokens: Annotated[int, typer.Option("--new-tokens")] = 64,
+    url: Annotated[list[str] | None, typer.Option("--url", help="another server that is up: label=http://host:port/model")] = None,
+    runs: Runs = RUNS,
+) -> None:
+    """The first and the final engine of a run, and other servers, measured by AIPerf and by our own client."""
+    from optimizer import bench_aiperf as benching
+    from optimizer.run import find, load
+
+    if not aiperf:
+        _fail("bench knows --aiperf only; the loop's own measurement is `optimize`")
+    work = benching.Workload(prompt_tokens, new_tokens, concurrency, requests)
+    found = benching.bench_run(load(find(runs, run)), work, url or ())
+    for line in benching.lines(found):
+        console().print(line, markup=False, highlight=False)
+    raise typer.Exit(1 if any(engine["fault"] for engine in found["engines"]) else 0)
+
+
+@app.command()
 def doctor(python: Annotated[Path | None, typer.Option("--python", help="the target's interpreter")] = None) -> None:
     """Look at this machine and say what to install."""
     from optimizer import doctor as looking
@@ -233,7 +257,7 @@ def _known(error: Exception) -> bool:
     names = {
         "Refused", "TargetError", "RunError", "LedgerBroken", "LedgerBusy", "NotApplied", "NothingToExport",
         "SealBroken", "Differs", "LaunchError", "SandboxError", "OracleError", "DiagnoseError", "WeightsChanged",
-        "BlueprintError", "ReviewError",
+        "BlueprintError", "ReviewError", "AiperfError",
     }  # fmt: skip
     return type(error).__name__ in names
 

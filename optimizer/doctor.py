@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimizer import fingerprint, sandbox
+from optimizer import fingerprint, loadgen, sandbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ def rows(python: Path | None = None) -> Iterator[Row]:
     yield _module("vllm", "a reference engine", "an environment of its own: see the README", optional=True)
     yield _command("nsys", "nsys --version", "part of the CUDA toolkit", optional=True)
     yield _noise()
+    yield _client()
 
 
 def _sandbox() -> Iterator[Row]:
@@ -70,6 +71,13 @@ def _gpus() -> Iterator[Row]:
         yield Row("NVIDIA GPUs", None, "none visible: everything runs on the CPU")
     for gpu in found:
         yield Row(f"GPU {gpu['index']}", True, f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}")
+
+
+def _client() -> Row:
+    """The load generator's own cost, against a server that computes nothing."""
+    found = loadgen.self_test()
+    text = f"{found.cpu_us_per_token:.0f} us of CPU per token at {found.streams} streams paced at {found.pace_ms:g} ms"
+    return Row("client", found.ok, text, f"over {loadgen.CPU_US_GOAL:g} us the client itself slows a small machine")
 
 
 def _noise() -> Row:

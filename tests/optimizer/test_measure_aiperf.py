@@ -129,3 +129,18 @@ def test_a_program_that_fails_or_hangs_is_named_and_gone(tmp_path):
         aiperf.run_aiperf([str(hanging), "--artifact-dir", str(out)], out, timeout_s=0.3)
     assert time.monotonic() - began < 5
     shutil.rmtree(out)
+
+
+def test_other_servers_are_named_with_their_model(tmp_path):
+    class Repo:
+        def incumbent(self) -> str:
+            return "a"
+
+    class Run:
+        repo, base, dir = Repo(), "a", tmp_path
+
+        def spec(self, *_) -> None:
+            return None
+
+    with pytest.raises(AiperfError, match="label=http"):
+        aiperf.bench_run(Run(), Workload(), ["http://127.0.0.1:8000"])
