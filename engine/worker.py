@@ -138,11 +138,13 @@ def build_model(
 ) -> Qwen3ForCausalLM:
     """The model with uninitialised weights, allocated once, on the rank's device and in its dtype."""
     config.check_tp(model_config, tp.size)
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(model_config, tp, backend)
-    model = model.to(dtype).to_empty(device=tp.device)
-    if model_config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with tp.device:
+            model = Qwen3ForCausalLM(model_config, tp, backend)
+    finally:
+        torch.set_default_dtype(before)
     model.model.rotary.build(limits.max_model_len, tp.device)
     return model
 
