@@ -62,7 +62,7 @@ def test_damage_before_the_end_is_named_with_its_line(ledger, damage):
     else:
         rows[1] = rows[1].replace(b'"seq":1', b'"seq": 1')
     ledger.path.write_bytes(b"\n".join(rows) + b"\n")
-    with pytest.raises(LedgerBroken, match="line [12]"):
+    with pytest.raises(LedgerBroken, match=r"line [12]"):
         Ledger(ledger.path)
 
 

@@ -78,7 +78,7 @@ def test_the_command_is_rendered_from_the_placeholders(repo):
     values = {"python": "py", "launcher": "l", "model_dir": "/weights", "tp": 2, "device": "cpu", "socket": "s", "trace_dir": "t"}
     argv = render_serve(target, **values)
     assert argv[:4] == ["py", "-I", "-B", "l"] and argv[argv.index("--tp") + 1] == "2"
-    with pytest.raises(TargetError, match="{socket}"):
+    with pytest.raises(TargetError, match=r"\{socket\}"):
         render_serve(target, **{k: v for k, v in values.items() if k != "socket"})
 
 

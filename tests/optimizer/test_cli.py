@@ -1,0 +1,169 @@
+"""The command line: one clear line for every mistake, and thin commands over the modules that do the work."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import loop_fakes as fake
+import pytest
+from loop_fakes import ENGINE, WEIGHTS, Fakes, new_run
+
+from optimizer import cli, seal
+from optimizer.loop import Loop
+
+
+@pytest.fixture(autouse=True)
+def sealed(monkeypatch):
+    """Whatever the state of the working tree: the seal has tests of its own."""
+    monkeypatch.setattr(seal, "verify", lambda: None)
+    monkeypatch.setattr(seal, "digest", lambda: "digest-of-seal")
+
+
+@pytest.fixture
+def optimize(tmp_path, monkeypatch, capsys):
+    """Call the command line; returns (exit status, stdout, stderr)."""
+
+    def call(*argv: object):
+        monkeypatch.setattr(sys, "argv", ["optimize", *map(str, argv)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out = capsys.readouterr()
+        code = end.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), out.out, out.err
+
+    return call
+
+
+def fake_args(*more: object) -> list[object]:
+    return ["--target-dir", ENGINE, "--model", WEIGHTS, *more]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--bogus"], "No such option: --bogus"),
+        (["--target-dir", "/nowhere"], "no such folder: /nowhere"),
+        (fake_args("--goal", "fast"), "--goal 'fast': give a factor above 1"),
+        (fake_args("--goal", "0.5x"), "above 1"),
+        (fake_args("--tp", 3), "--tp 3: fake allows 1, 2"),
+        (fake_args("--tp", "many"), "--tp"),
+        (fake_args("--device", "tpu"), "--device tpu: fake runs on cpu"),
+        (fake_args("--target", "speed"), "unknown target 'speed'; valid: tok/s"),
+        (fake_args("--target", "ttft", "--goal", "60"), "give a factor"),
+        (fake_args("--agent", "gpt"), "--agent gpt: valid are playbook"),
+        (fake_args("--protocol", "slow"), "--protocol slow: valid are quick, full"),
+        (fake_args("--attempts", 0), "--attempts 0: must be above 0"),
+        (fake_args("--budget-minutes", -1), "--budget-minutes -1"),
+        (fake_args("--python", "/no/python"), "no such interpreter"),
+        (fake_args("--devices", "a,b"), "give indices such as 0,1"),
+        (fake_args("--trust-skills", "/nowhere"), "--trust-skills /nowhere: no such folder"),
+        (["--target-dir", ENGINE], "--model is needed"),
+        (["--target-dir", ENGINE, "--model", "/nowhere"], "no config.json there"),
+        (["resume", "x"], "no runs in"),
+        (["status", "--runs", "/nowhere"], "no runs in /nowhere"),
+        (["check", "/nowhere"], "no such folder"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_2(optimize, tmp_path, monkeypatch, argv, words):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = optimize(*argv)
+    assert code == 2
+    assert words in err and err.startswith("optimize: ") and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists(), "nothing may be made before the request is checked"
+
+
+def test_without_a_sandbox_only_the_unsafe_flag_starts(optimize, monkeypatch, tmp_path):
+    from optimizer import sandbox
+
+    monkeypatch.setattr(sandbox, "detect", lambda: sandbox.SandboxLevel("none", ("no bwrap: not installed",)))
+    code, _, err = optimize(*fake_args("--runs", tmp_path))
+    assert code == 2 and "--unsafe-no-sandbox" in err and "not installed" in err
+
+
+def test_a_run_is_pinned_before_it_works(optimize, monkeypatch, tmp_path):
+    from optimizer import session
+    from optimizer.run import load
+
+    monkeypatch.setattr(session, "work", lambda run, console: 0)
+    code, out, _ = optimize(*fake_args("--runs", tmp_path, "--seed", 5, "--tp", 2, "--goal", "1.5x", "--attempts", 3))
+    assert code == 0 and "sandbox" in out
+    run = load(next(tmp_path.glob("*/run.json")).parent)
+    want = run.request
+    assert (want.tp, want.seed, want.limits.attempts, str(want.goal), want.dtype) == (2, 5, 3, "1.5x", "float32")
+    assert want.weights_sha256 and len(want.prompt_key) == 64 and want.environment["hash"]
+    assert "prompt_key" not in run.ledger.lines()[0]["data"], "the key of the prompts is for run.json alone"
+    again = optimize(*fake_args("--run-dir", run.dir))
+    assert again[0] == 2 and "optimize resume" in again[2]
+
+
+def test_weights_that_are_missing_are_made_once_from_the_seed(optimize, monkeypatch, tmp_path):
+    from optimizer import session
+    from optimizer.run import load
+
+    model = tmp_path / "model"
+    model.mkdir()
+    config = '{"model_type": "qwen3", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, '
+    (model / "config.json").write_text(config + '"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": true}')
+    monkeypatch.setattr(session, "work", lambda run, console: 0)
+    shas = []
+    for name in ("a", "b"):
+        optimize("--target-dir", ENGINE, "--model", model, "--seed", 3, "--run-dir", tmp_path / name)
+        want = load(tmp_path / name).request
+        assert want.weights_seed == 3 and list(want.model_dir.glob("*.safetensors"))
+        shas.append((want.model_dir / "model.safetensors").read_bytes())
+    assert shas[0] == shas[1]
+    assert not list(model.glob("*.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("cli")
+    shutil.copytree(ENGINE, home / "engine", ignore=shutil.ignore_patterns("__pycache__"))
+    run = new_run(home / "runs" / "first", engine=home / "engine")
+    Loop(Fakes(run, [fake.WIN, fake.NO_OP]).services(), run).go()
+    run.ledger.close()
+    return home
+
+
+def test_status_report_apply_and_export_work_from_the_id(optimize, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr("reports.html.run_report", lambda run_dir, out: out / run_dir.name)
+    runs = ["--runs", finished / "runs"]
+    code, out, _ = optimize("status", "fi", *runs)
+    assert code == 0 and "1 accepted" in out and "accept" in out and "finished: the proposer has nothing left" in out
+    code, out, _ = optimize("report", *runs, "--out", "there")
+    assert code == 0 and "wrote there/first" in out
+    code, out, _ = optimize("export", "first", "--out", tmp_path / "patches", *runs)
+    assert code == 0 and (tmp_path / "patches" / "PULL_REQUEST.md").exists()
+    code, out, _ = optimize("apply", *runs)
+    assert code == 0 and "applied 1 patches" in out
+    assert "STEP_US = 700" in (finished / "engine" / "model.py").read_text()
+
+
+def test_a_finished_run_is_only_taken_up_with_a_new_limit(optimize, finished):
+    code, _, err = optimize("resume", "first", "--runs", finished / "runs")
+    assert code == 2 and "has finished" in err
+
+
+def test_verify_says_what_is_wrong_and_fails(optimize, finished):
+    code, out, _ = optimize("verify", "--runs", finished / "runs")
+    assert code == 1 and "weights" in out and "NO" in out
+
+
+def test_init_and_check_an_engine_of_ones_own(optimize, tmp_path):
+    (tmp_path / "serve.py").write_text("pass\n")
+    assert optimize("init", tmp_path)[0] == 0
+    assert optimize("check", tmp_path)[0] == 0
+    (tmp_path / "serve.py").unlink()
+    code, out, _ = optimize("check", tmp_path)
+    assert code == 1 and "matches no file" in out
+
+
+def test_help_does_not_wait_for_torch(repo):
+    import subprocess
+
+    probe = "import sys; sys.argv=['optimize','--help']\nimport optimizer.cli as c\ntry:\n c.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, cwd=repo)
+    assert done.stdout.strip().endswith("False")
