@@ -1,0 +1,1 @@
+"""Planted-bottleneck bench: built traces with one known inefficiency of known cost each, and controls."""
