@@ -45,7 +45,7 @@ def test_money_is_counted_and_caps_the_run(tmp_path):
 
 
 def test_no_attempt_is_started_that_would_not_fit_by_measured_cost(tmp_path):
-    run, fakes, why = go(tmp_path, MANY, Limits(wall_minutes=5), pair_s=20.0)
+    _, fakes, why = go(tmp_path, MANY, Limits(wall_minutes=5), pair_s=20.0)
     assert "an attempt takes" in why
     used = fakes.clock.now
     assert used <= 5 * 60, "the budget was overrun"
