@@ -86,6 +86,7 @@ def _ablation_line(label: str, data: dict[str, Any], start: float | None) -> dif
 
 def _sentences(base: dict[str, Any], start: float, analysis: Analysis, findings: Sequence[Finding]) -> list[str]:
     out = []
+    low = float(base["wall_ms_95"][0])
     for label, key, rule in (
         ("inference_mode", "inference mode only", "autograd"),
         (".item() removal", "no .item() only", "host-read"),
@@ -96,7 +97,9 @@ def _sentences(base: dict[str, Any], start: float, analysis: Analysis, findings:
             said = "no finding" if hit is None else f"'{hit.title}' ({hit.status.replace('_', ' ')}), without a bound"
         else:
             said = f"'{hit.title}', at most {micro(hit.bound_us)} per {hit.per}"
-        out.append(f"{label}: the trace said {said}; measured {micro(measured * 1000)} per token.")
+        noise = float(base["one_change"][key]["wall_ms_95"][1]) > low
+        tail = ", which is within the noise" if noise else ""
+        out.append(f"{label}: the trace said {said}; measured {micro(measured * 1000)} per token{tail}.")
     return out
 
 

@@ -61,7 +61,7 @@ class Engine:
     label: str
     facts: str
     wall: str
-    relative: str  # to the first engine
+    relative: str  # step wall over that of the first engine
     busy: str
     observer: str
     notes: tuple[str, ...]
@@ -79,6 +79,7 @@ class DiffPage:
     syncs: list[Table] = field(default_factory=list)
     ranks: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    lead: list[str] = field(default_factory=list)  # the answer in sentences
     timeline: Any = None  # reports.timeline.Timeline, where it was asked for
 
 
@@ -101,9 +102,10 @@ def build(diff: Diff, analyses: Sequence[Analysis] = ()) -> DiffPage:
         context=_context(diff),
         notes=[*diff.notes, *_coverage(diff)],
     )
+    page.lead = lead(diff)
     page.kernels = [t for a in kept if (t := _kernels(a))]
-    page.syncs = [t for a in kept if (t := _syncs(a))]
-    page.ranks = [t for a in kept if (t := _ranks(a))]
+    page.syncs = [t] if (t := _syncs(kept)) else []
+    page.ranks = [t] if (t := _ranks(kept)) else []
     return page
 
 
@@ -118,20 +120,36 @@ def _engine(diff: Diff, at: int) -> Engine:
         str(cell.get("dtype") or ""),
         f"mean of {e.steps} step{'s' if e.steps != 1 else ''}, rank {e.rank} of {e.ranks}",
     ]
-    relative = "" if not at or not base.wall_us else f"{e.wall_us / base.wall_us:.2f} of {base.label}"
+    relative = "n/a" if not base.wall_us else f"{e.wall_us / base.wall_us:.2f}x"
     notes = (*e.notes, *((f"taken as equal: {', '.join(e.assumed)}",) if e.assumed else ()))
-    busy = "" if e.gpu_busy_us is None or not e.wall_us else f"GPU busy {e.gpu_busy_us / e.wall_us:.0%}"
+    busy = "" if e.gpu_busy_us is None or not e.wall_us else percent(e.gpu_busy_us / e.wall_us)
     return Engine(
         e.label, ", ".join(f for f in facts if f), micro(e.wall_us), relative, busy, _observer(e.observer), notes
     )
 
 
+def lead(diff: Diff) -> list[str]:
+    """Who is fastest, and which parts of the step make most of the difference to the first engine."""
+    here = diff.engines[0]
+    if len(diff.engines) < 2:
+        return []
+    at = min(range(len(diff.engines)), key=lambda i: diff.engines[i].wall_us)
+    if at == 0:
+        second = min(diff.engines[1:], key=lambda e: e.wall_us)
+        return [f"{here.label} is the fastest: {micro(here.wall_us)} per step, then {second.label} with {micro(second.wall_us)}."]
+    best = diff.engines[at]
+    gaps = sorted(((-(r.difference_us[at] or 0), r.category) for r in diff.rows if r.kind == "wall"), reverse=True)
+    parts = ", ".join(f"{words(name)} {micro(us)}" for us, name in gaps[:3] if us > 0.05 * (here.wall_us - best.wall_us))
+    out = f"{best.label} needs {micro(best.wall_us)} per step where {here.label} needs {micro(here.wall_us)}, {here.wall_us / best.wall_us:.1f} times as much."
+    return [f"{out} Most of the difference: {parts}." if parts else out]
+
+
 def _observer(observer: dict[str, Any]) -> str:
     control, ratio = observer.get("control_us"), observer.get("ratio")
     if not control or not ratio:
-        return "no timing without the profiler"
+        return "not timed"
     kind = "perturbed" if observer.get("perturbed") else "not perturbed"
-    return f"{micro(control)} without the profiler ({ratio:.2f}x, {kind})"
+    return f"{micro(control)}; traced {ratio:.2f}x, {kind}"
 
 
 def _category_tables(diff: Diff) -> list[Table]:
@@ -173,7 +191,9 @@ def _time(us: float | None, wall: float, best: bool = False) -> Cell:
     if us is None:
         return Cell("n/a")
     share = us / wall if wall else 0.0
-    return Cell(micro(us) if us else "0", percent(share), min(share, 1.0), best and us > 0)
+    if us < 0.005:
+        return Cell("–")
+    return Cell(micro(us), percent(share), min(share, 1.0), best and us > 0)
 
 
 def percent(share: float) -> str:
@@ -281,31 +301,54 @@ def _kernels(a: Analysis, limit: int = 12) -> Table | None:
 
 
 def kernel_name(name: str) -> str:
-    """A C++ kernel name without return type, arguments and the longer template parameters."""
-    text = re.sub(r"^(void|at::native::)\s*", "", name.strip())
-    text = re.sub(r"\(.*$", "", text) if "<" in text or text.endswith(")") else text
-    return text if len(text) <= 110 else text[:109] + "…"
+    """A C++ kernel name without return type, namespace noise and arguments; template parameters stay."""
+    text = re.sub(r"^void\s+", "", name.strip()).replace("(anonymous namespace)::", "")
+    depth, start = 0, 0
+    for at, c in enumerate(text):
+        if c == "<":
+            depth += 1
+        elif c == ">" and depth:
+            depth -= 1
+        elif depth == 0 and c == " " and text[start:at].endswith("::type"):
+            start = at + 1  # what came before was std::enable_if<...>::type, the return type
+        elif depth == 0 and c == "(":
+            text = text[:at]
+            break
+    text = text[start:].replace("at::native::", "") or name
+    return text if len(text) <= 100 else text[:99] + "…"
 
 
-def _syncs(a: Analysis, limit: int = 10) -> Table | None:
-    syncs = sorted(a.breakdown.syncs, key=lambda s: (-s.starves_ns, -s.blocked_ns))[:limit]
-    if not syncs:
-        return None
-    lines = tuple(
-        Line(s.op, (Cell(s.site or "no stack recorded"), Cell(count(s.per_step)), Cell(micro(s.blocked_ns / 1000)),
-                    Cell(micro(s.starves_ns / 1000)))) for s in syncs
-    )  # fmt: skip
-    note = "Only the time that starves the GPU could be saved."
-    return Table(f"Host waits: {a.label}", note, ("where", "per step", "host blocked", "starves the GPU"), lines, "call")
+def _syncs(kept: Sequence[Analysis], limit: int = 8) -> Table | None:
+    lines: list[Line] = []
+    for a in kept:
+        syncs = sorted(a.breakdown.syncs, key=lambda s: (-s.starves_ns, -s.blocked_ns))[:limit]
+        if syncs:
+            lines.append(Line(a.label, (), role="group"))
+        for s in syncs:
+            cells = (count(s.per_step), micro(s.blocked_ns / 1000), micro(s.starves_ns / 1000), s.site or "no stack recorded")
+            lines.append(Line(s.op, tuple(Cell(c) for c in cells)))
+    note = "Calls in which the host waits for the device. Only the time that starves the GPU could be saved."
+    columns = ("per step", "host blocked", "starves the GPU", "where")
+    return Table("Host waits", note, columns, tuple(lines), "call") if lines else None
 
 
-def _ranks(a: Analysis) -> Table | None:
-    if len(a.breakdowns) < 2:
-        return None
-    lines = tuple(_rank(r, b, a.slowest) for r, b in sorted(a.breakdowns.items()))
+def _ranks(kept: Sequence[Analysis]) -> Table | None:
+    lines: list[Line] = []
+    for a in kept:
+        if len(a.breakdowns) > 1:
+            lines.append(Line(a.label + _late(a), (), role="group"))
+            lines += [_rank(r, b, a.slowest) for r, b in sorted(a.breakdowns.items())]
     note = "Waiting is time spent in collectives for peers that arrive later; transfer is the rest."
     columns = ("step wall", "GPU busy", "collectives", "waiting", "transfer")
-    return Table(f"Ranks: {a.label}", note, columns, lines, "rank")
+    return Table("Ranks", note, columns, tuple(lines), "rank") if lines else None
+
+
+def _late(a: Analysis) -> str:
+    """Who is late and what it was doing, where the collectives say so."""
+    late = a.collectives.late if a.collectives is not None else None
+    if late is None:
+        return ""
+    return f": rank {late.rank} is late, {micro(late.wait_ns / 1000)} per step ({late.cause})"
 
 
 def _rank(rank: int, b: Breakdown, slowest: int) -> Line:

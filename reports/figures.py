@@ -187,10 +187,10 @@ def timeline(view: Timeline) -> Figure:
             axes.text(0, y + 0.42, engine.title, fontsize=9, fontweight="bold", va="center")
             y += 0.8
             for lane in engine.lanes:
-                for span in lane.spans:
-                    axes.add_patch(
-                        Rectangle((span.start_us, y + 0.08), span.dur_us, 0.84, color=span.colour, lw=0, hatch=None)
-                    )
+                for span in (*lane.idle, *lane.spans):
+                    axes.add_patch(Rectangle((span.start_us, y + 0.08), span.dur_us, 0.8, color=span.colour, lw=0))
+                for span in lane.replays:
+                    axes.add_patch(Rectangle((span.start_us, y + 0.88), span.dur_us, 0.12, color=span.colour, lw=0))
                 ticks.append(y + 0.5)
                 names.append(lane.name)
                 y += 1

@@ -65,6 +65,7 @@ def _comparison(page: diff_page.DiffPage) -> list[str]:
         [cell(e.label), e.wall, cell(e.relative) or "1", e.busy or "n/a", cell(e.observer), cell(e.facts)]
         for e in page.engines
     ]
+    out += [*[cell(line, 500) for line in page.lead], ""] * bool(page.lead)
     out += [*_rows(["engine", f"{page.phase} step", "relative", "GPU", "profiler", "measured"], rows, 9), ""]
     for table in page.tables:
         out += _table(table)

@@ -26,7 +26,13 @@ TOPICS: dict[str, tuple[str, str]] = {
     "runtime": ("#8C5A2B", "runtime calls, launches"),
     "graph": ("#4B2E83", "graph launch"),
     "sync": (BLACK, "blocked in a sync"),
-    "idle": (LIGHT, "idle"),
+    "idle.host_late": ("#F7DFC0", "GPU idle: host late"),
+    "idle.host_sync": ("#9A97A0", "GPU idle: host blocked"),
+    "idle.launch_latency": ("#D9E4EF", "GPU idle: launch latency"),
+    "idle.dependency": ("#E9D5E4", "GPU idle: stream dependency"),
+    "idle.graph_gap": ("#E4DCF2", "GPU idle: inside a graph"),
+    "idle.between_steps": ("#E3E5E8", "GPU idle: between steps"),
+    "idle": (LIGHT, "idle, other"),
     "other": (GREY, "other"),
 }
 
@@ -50,7 +56,7 @@ def topic(category: str) -> str:
     """The topic of a class or part name: `gemm`, `gpu.kv_write`, `idle.host_late`, `comm.wait`."""
     head, _, tail = category.lower().partition(".")
     if head == "idle":
-        return "sync" if "sync" in tail or "blocked" in tail else "idle"
+        return category if category in TOPICS else "idle"
     name = tail or head
     if name in _CLASSES:
         return _CLASSES[name]

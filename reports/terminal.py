@@ -23,6 +23,7 @@ def side_by_side(diff: Diff, analyses: Sequence[Analysis] = (), *, layers: bool 
     """Engines, where the wall goes, counts, and context; with `layers` the layer drill-down too."""
     page = diff_page.build(diff, analyses)
     parts: list[RenderableType] = [_engines(page)]
+    parts += [Text(f"\n{line}") for line in page.lead]
     parts += [table(t) for t in page.tables]
     if layers and page.layers:
         parts.append(table(page.layers))
@@ -36,8 +37,8 @@ def side_by_side(diff: Diff, analyses: Sequence[Analysis] = (), *, layers: bool 
 
 def _engines(page: diff_page.DiffPage) -> Table:
     table = Table(title=f"Mean {page.phase} step", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for head in ("engine", "wall", "", "GPU", "without the profiler", "measured"):
-        table.add_column(head, justify="right" if head == "wall" else "left", overflow="fold")
+    for head in ("engine", "wall", "relative", "GPU busy", "without the profiler", "measured"):
+        table.add_column(head, justify="right" if head in ("wall", "relative", "GPU busy") else "left", overflow="fold")
     for e in page.engines:
         table.add_row(
             Text(short(e.label, 40), style="bold"), e.wall, Text(short(e.relative, 50)), e.busy, e.observer,

@@ -1,40 +1,47 @@
 """One token, N engines: the lanes of one step per engine and rank, as coloured spans on a shared time axis.
 
-Host lanes show the innermost thing that ran at each moment, device lanes every kernel, merged where a reader
-could not tell them apart. Pure data; drawn by the HTML template and by `figures.timeline`. Not for: accounts
-(`trace_diff.attribute`).
+Host lanes show the innermost thing that ran at each moment, device lanes every kernel and why nothing ran where
+nothing did, both merged where a reader could not tell spans apart. Pure data; drawn by the HTML template and by
+`figures.timeline`. Not for: accounts (`trace_diff.attribute`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from reports import palette
-from reports.text import micro
+from reports.text import micro, tick
 from trace_diff.types import Kind, Step
 
 if TYPE_CHECKING:
     from trace_diff.analysis import Analysis
     from trace_diff.ingest import Trace
 
+_IDLE_BINS = 200
 _BINS = 2400  # host lanes: no finer than the axis is drawn
-_MAX_SPANS = 1400  # per lane
+_ALL_SPANS = 11_000  # of a view, over all lanes: keeps a page well under 3 MB
 MAX_RANKS = 4
 _HOST = (Kind.CPU_OP, Kind.RUNTIME, Kind.DRIVER, Kind.PYTHON)
 _DEVICE = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
+WAIT = "comm.wait"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     start_us: float
     dur_us: float
-    colour: str
-    text: str  # for the tooltip
+    category: str
+    text: str = ""  # for the tooltip
+
+    @property
+    def colour(self) -> str:
+        return palette.colour(self.category)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ class Lane:
     name: str
     device: bool
     spans: tuple[Span, ...]
+    idle: tuple[Span, ...] = ()  # why a device lane is empty where it is
+    replays: tuple[Span, ...] = ()  # extents of graph replays
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +76,28 @@ class Timeline:
         raw = self.end_us / 8
         base = 10 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
         step = next(m * base for m in (1, 2, 2.5, 5, 10) if m * base >= raw)
-        return [(i * step, micro(i * step) if i else "0") for i in range(int(self.end_us / step) + 1)]
+        return [(i * step, tick(i * step) if i else "0") for i in range(int(self.end_us / step) + 1)]
 
     def height(self, lane: int) -> int:
         """Of the drawing: a head line for the axis, one per engine, and its lanes."""
         return 24 + 28 * len(self.engines) + lane * self.lanes
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One rank's window on its own clock."""
+
+    trace: Trace
+    analysis: Analysis
+    step: Step
+    zero_ns: int
+    end_ns: int  # of the step, not of the axis
+    pixel_ns: float
+    limit: int  # spans per lane
+
+    def span(self, start: float, end: float, category: str, text: str = "") -> Span:
+        a, b = max(start, self.zero_ns), min(end, self.end_ns)
+        return Span((a - self.zero_ns) / 1000, max(b - a, 0) / 1000, category, text)
 
 
 def _runs(values: np.ndarray) -> list[tuple[int, int]]:
@@ -81,91 +107,115 @@ def _runs(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def innermost(start: np.ndarray, end: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """For each bin between `edges`, the index of the innermost event over it (-1: none).
+    """For each bin between `edges`, the index of the innermost event over its middle (-1: none).
 
     Events must be nested and sorted by (start, -duration): then the innermost is the last that covers the bin.
     """
-    first = np.clip(np.searchsorted(edges, start, "right") - 1, 0, len(edges) - 1)
-    last = np.clip(np.searchsorted(edges, end, "left"), 0, len(edges) - 1)
+    middle = (edges[:-1] + edges[1:]) / 2
+    first = np.searchsorted(middle, start, "left")
+    last = np.searchsorted(middle, end, "left")
     width = np.maximum(last - first, 0)
     owner = np.repeat(np.arange(len(start)), width)
-    if not len(owner):
-        return np.full(len(edges) - 1, -1)
-    offset = np.arange(len(owner)) - np.repeat(np.cumsum(width) - width, width)
-    bins = np.repeat(first, width) + offset
-    canvas = np.full(len(edges) - 1, -1)
-    keep = bins < len(canvas)
-    np.maximum.at(canvas, bins[keep], owner[keep])
+    canvas = np.full(len(middle), -1)
+    if len(owner):
+        offset = np.arange(len(owner)) - np.repeat(np.cumsum(width) - width, width)
+        np.maximum.at(canvas, np.repeat(first, width) + offset, owner)
     return canvas
 
 
-def host_spans(trace: Trace, step: Step, zero_ns: int, end_ns: int, categorise: Callable[[str, int], str]) -> list[Span]:
-    """Spans of the step's busiest host thread; `categorise(name, kind)` gives a category name."""
-    ev = trace.events
-    rows = step.rows[np.isin(ev.kind[step.rows], _HOST)]
+def _host_rows(view: _View) -> np.ndarray:
+    """Host rows of the step's thread in the window, sorted for nesting."""
+    from trace_diff.windows import marks
+
+    e = view.trace.events
+    track = marks(view.trace)[view.step.index].track
+    rows = np.flatnonzero((e.track == track) & np.isin(e.kind, _HOST))
+    rows = rows[(e.ts_ns[rows] < view.end_ns) & (e.ts_ns[rows] + e.dur_ns[rows] > view.zero_ns)]
+    return rows[np.lexsort((-e.dur_ns[rows], e.ts_ns[rows]))]
+
+
+def host_spans(view: _View) -> list[Span]:
+    """What the step's thread was in, innermost first, by category."""
+    e, trace = view.trace.events, view.trace
+    rows = _host_rows(view)
     if not len(rows):
         return []
-    tracks, times = np.unique(ev.track[rows], return_counts=True)
-    rows = rows[ev.track[rows] == tracks[times.argmax()]]
-    start, dur = ev.ts_ns[rows], ev.dur_ns[rows]
-    order = np.lexsort((-dur, start))
-    rows, start, dur = rows[order], start[order], dur[order]
-    edges = np.linspace(zero_ns, end_ns, _BINS + 1)
-    canvas = innermost(start, start + dur, edges)
-    kinds, names = ev.kind[rows], ev.name[rows]
-    known: dict[tuple[int, int], int] = {}
+    bins = min(_BINS, 2 * view.limit)
+    edges = np.linspace(view.zero_ns, view.end_ns, bins + 1)
+    canvas = innermost(e.ts_ns[rows], e.ts_ns[rows] + e.dur_ns[rows], edges)
     words: list[str] = []
-    category = np.full(len(rows), -1)
+    known: dict[tuple[int, int], int] = {}
+    painted = np.full(bins, -1)
     for at in np.unique(canvas[canvas >= 0]).tolist():
-        key = (int(names[at]), int(kinds[at]))
+        key = (int(e.name[rows[at]]), int(e.kind[rows[at]]))
         if key not in known:
             word = categorise(trace.names[key[0]], key[1])
             if word not in words:
                 words.append(word)
             known[key] = words.index(word)
-        category[at] = known[key]
-    painted = np.where(canvas >= 0, category[canvas], -1)
+        painted[canvas == at] = known[key]
+    if WAIT not in words:
+        words.append(WAIT)
+    for start, arrival in _waits(view, rows):
+        a, b = np.searchsorted(edges, (start, arrival)).tolist()
+        painted[a:b] = np.where(painted[a:b] >= 0, words.index(WAIT), -1)
     spans = []
     for a, b in _runs(painted):
         if painted[a] < 0:
             continue
-        x, w = (edges[a] - zero_ns) / 1000, (edges[b] - edges[a]) / 1000
-        inside = np.unique(canvas[a:b])
-        name = trace.names[int(names[inside[0]])] + (f" and {len(inside) - 1} more" if len(inside) > 1 else "")
+        owners = list(dict.fromkeys(canvas[a:b].tolist()))
         word = words[int(painted[a])]
-        spans.append(Span(float(x), float(w), palette.colour(word), f"{word}: {_cut(name)}, {w:.1f} us"))
+        name = trace.names[int(e.name[rows[owners[0]]])] + (f" and {len(owners) - 1} more" if len(owners) > 1 else "")
+        spans.append(view.span(edges[a], edges[b], word, f"{_words(word)}: {_cut(name)}, {micro((edges[b] - edges[a]) / 1000)}"))
     return spans
 
 
-def device_spans(trace: Trace, step: Step, zero_ns: int, end_ns: int, categorise: Callable[[str, int], str]) -> list[Span]:
-    """Kernels and copies of the step; neighbours of one class that touch (below a pixel) become one span."""
-    ev = trace.events
-    rows = step.rows[np.isin(ev.kind[step.rows], _DEVICE)]
-    rows = rows[np.argsort(ev.ts_ns[rows], kind="stable")]
-    pixel = (end_ns - zero_ns) / _BINS
+def _waits(view: _View, rows: np.ndarray) -> list[tuple[int, int]]:
+    """(start, arrival of the last peer) of these rows that are collectives which waited."""
+    found = view.analysis.collectives
+    if found is None:
+        return []
+    arrivals = found.arrivals.get(view.trace.rank, {})
+    e = view.trace.events
+    out = []
+    for row in rows[np.isin(rows, np.fromiter(arrivals, np.int64, len(arrivals)))].tolist():
+        start = int(e.ts_ns[row])
+        end = min(arrivals[row], start + int(e.dur_ns[row]))
+        if end > start:
+            out.append((start, end))
+    return out
+
+
+Item = tuple[int, int, str, str, int]  # start, end, category, name, how many
+
+
+def device_spans(view: _View) -> list[Span]:
+    """Kernels and copies in the window; neighbours of one class that a pixel cannot part become one span."""
+    e, trace = view.trace.events, view.trace
+    rows = trace.rows(*_DEVICE)
+    rows = rows[(e.ts_ns[rows] < view.end_ns) & (e.ts_ns[rows] + e.dur_ns[rows] > view.zero_ns)]
+    waits = dict(_waits(view, rows))
     known: dict[tuple[int, int], str] = {}
-    items: list[tuple[int, int, str, str, int]] = []  # start, end, class, first name, count
+    items: list[Item] = []
     for row in rows.tolist():
-        key = (int(ev.name[row]), int(ev.kind[row]))
-        word = known.get(key)
-        if word is None:
-            word = known[key] = categorise(trace.names[key[0]], key[1])
-        items.append((int(ev.ts_ns[row]), int(ev.ts_ns[row] + ev.dur_ns[row]), word, trace.names[key[0]], 1))
-    merged = _merge(items, pixel / 2)
-    if len(merged) > _MAX_SPANS:
-        merged = _coarse(merged, (end_ns - zero_ns) / _MAX_SPANS)
-    spans = []
-    for start, end, word, name, count in merged:
-        more = f" and {count - 1} more" if count > 1 else ""
-        spans.append(
-            Span((start - zero_ns) / 1000, (end - start) / 1000, palette.colour(word),
-                 f"{word}: {_cut(name)}{more}, {(end - start) / 1000:.1f} us")
-        )  # fmt: skip
-    return spans
+        key = (int(e.name[row]), int(e.kind[row]))
+        word = known.get(key) or known.setdefault(key, categorise(trace.names[key[0]], key[1]))
+        start, end, name = int(e.ts_ns[row]), int(e.ts_ns[row] + e.dur_ns[row]), trace.names[key[0]]
+        if start in waits and word == "communication":
+            items.append((start, waits[start], WAIT, name, 1))
+            start = waits[start]
+        items.append((start, end, word, name, 1))
+    merged = _merge(items, view.pixel_ns / 2)
+    if len(merged) > view.limit:
+        merged = _coarse(merged, (view.end_ns - view.zero_ns) / view.limit)
+    return [
+        view.span(a, b, word, f"{_words(word)}: {_cut(name)}{f' and {n - 1} more' if n > 1 else ''}, {micro((b - a) / 1000)}")
+        for a, b, word, name, n in merged
+    ]
 
 
-def _merge(items: Sequence[tuple[int, int, str, str, int]], gap: float) -> list[tuple[int, int, str, str, int]]:
-    out: list[tuple[int, int, str, str, int]] = []
+def _merge(items: Sequence[Item], gap: float) -> list[Item]:
+    out: list[Item] = []
     for item in items:
         if out and out[-1][2] == item[2] and item[0] - out[-1][1] <= gap:
             start, end, word, name, count = out[-1]
@@ -175,31 +225,50 @@ def _merge(items: Sequence[tuple[int, int, str, str, int]], gap: float) -> list[
     return out
 
 
-def _coarse(items: Sequence[tuple[int, int, str, str, int]], width: float) -> list[tuple[int, int, str, str, int]]:
+def _coarse(items: Sequence[Item], width: float) -> list[Item]:
     """One span per cell of `width` ns that holds several: as long as its work, named after its largest part."""
-    out: list[tuple[int, int, str, str, int]] = []
-    cell: list[tuple[int, int, str, str, int]] = []
-
-    def close() -> None:
-        if cell:
-            largest = max(cell, key=lambda i: i[1] - i[0])
-            busy = sum(i[1] - i[0] for i in cell)
-            out.append((cell[0][0], cell[0][0] + busy, largest[2], largest[3], sum(i[4] for i in cell)))
-
+    cells: dict[int, list[Item]] = {}
     for item in items:
-        if cell and item[0] // width != cell[0][0] // width:
-            close()
-            cell = []
-        cell.append(item)
-    close()
+        cells.setdefault(int(item[0] // width), []).append(item)
+    out: list[Item] = []
+    for cell in cells.values():
+        largest = max(cell, key=lambda i: i[1] - i[0])
+        busy = sum(i[1] - i[0] for i in cell)
+        out.append((cell[0][0], cell[0][0] + busy, largest[2], largest[3], sum(i[4] for i in cell)))
     return out
 
 
-def _cut(name: str, limit: int = 70) -> str:
-    return name if len(name) <= limit else name[: limit - 1] + "…"
+def idle_spans(view: _View) -> list[Span]:
+    """Why the device was idle, in steps of 1/200 of the step: the largest cause of each by the step's account."""
+    from trace_diff import device, host
+
+    side = host.side(view.trace)
+    edges = np.linspace(view.step.start_ns, view.step.end_ns, _IDLE_BINS + 1).astype(np.int64).tolist()
+    items: list[Item] = []
+    for a, b in itertools.pairwise(edges):
+        parts = device.account(view.trace, a, b, side).parts
+        causes = {k: v for k, v in parts.items() if k.startswith("idle.")}
+        if causes:
+            items.append((a, b, max(causes, key=lambda k: causes[k]), "", 1))
+    return [view.span(a, b, cause) for a, b, cause, _, _ in _merge(items, 0)]
 
 
-def _categorise(name: str, kind: int) -> str:
+def replay_spans(view: _View) -> list[Span]:
+    """Extents of graph replays in the window."""
+    from trace_diff.links import links
+
+    tied, e = links(view.trace), view.trace.events
+    rows, call = tied.device_rows[tied.in_graph], tied.launch[tied.in_graph]
+    out = []
+    for c in np.unique(call).tolist():
+        own = rows[call == c]
+        a, b = int(e.ts_ns[own].min()), int((e.ts_ns[own] + e.dur_ns[own]).max())
+        if b > view.zero_ns and a < view.end_ns:
+            out.append(view.span(a, b, "graph_launch", f"graph replay, {len(own)} kernels, {micro((b - a) / 1000)}"))
+    return out
+
+
+def categorise(name: str, kind: int) -> str:
     """Category of one event, by the one table of `trace_diff.classify`; runtime calls by what they do."""
     from trace_diff import classify
 
@@ -209,11 +278,19 @@ def _categorise(name: str, kind: int) -> str:
         return "python"
     if kind in (Kind.RUNTIME, Kind.DRIVER):
         found = classify.call_class(name)
-        return "runtime" if found == classify.UNKNOWN else "runtime copy" if found == "memcpy" else found
+        return "runtime" if found == classify.UNKNOWN else "runtime.memcpy" if found == "memcpy" else found
     return classify.op_class(name)
 
 
-def _step_of(analysis: Analysis, rank: int) -> Step | None:
+def _words(category: str) -> str:
+    return category.replace("_", " ").replace(".", ": ")
+
+
+def _cut(name: str, limit: int = 56) -> str:
+    return name if len(name) <= limit else name[: limit - 1] + "…"
+
+
+def step_of(analysis: Analysis, rank: int) -> Step | None:
     """The representative step: that of the typical sequence, on other ranks the one at the same position."""
     steps = analysis.steps.get(rank, ())
     if not steps:
@@ -224,30 +301,44 @@ def _step_of(analysis: Analysis, rank: int) -> Step | None:
     return steps[min(at, len(steps) - 1)]
 
 
-def _engine(analysis: Analysis, end_us: float) -> EngineView | None:
-    by_rank = {t.rank: t for t in analysis.traceset}
-    ranks = [r for r in sorted(by_rank) if analysis.steps.get(r)]
-    if len(ranks) > MAX_RANKS:
-        ranks = sorted({analysis.slowest, *ranks[: MAX_RANKS - 1]})
+def _zero(analysis: Analysis, trace: Trace, step: Step) -> int:
+    """Where the axis begins on this rank's clock: the start of the pace setter's step."""
+    first = analysis.traceset.traces[analysis.slowest]
+    own = step_of(analysis, analysis.slowest)
+    clock = analysis.collectives.offsets if analysis.collectives is not None else {}
+    if own is None or trace.rank == first.rank or trace.rank not in clock:
+        return step.start_ns
+    common = first.base_ns + own.start_ns - clock[first.rank]
+    zero = common + clock[trace.rank] - trace.base_ns
+    return zero if abs(zero - step.start_ns) < own.wall_ns else step.start_ns
+
+
+def _ranks(analysis: Analysis) -> list[int]:
+    ranks = [r for r in analysis.traceset.traces if analysis.steps.get(r)]
+    return ranks if len(ranks) <= MAX_RANKS else sorted({analysis.slowest, *ranks[: MAX_RANKS - 1]})
+
+
+def _engine(analysis: Analysis, end_us: float, limit: int) -> EngineView | None:
+    ranks, whole = _ranks(analysis), len(analysis.traceset)
     lanes: list[Lane] = []
     for rank in ranks:
-        step = _step_of(analysis, rank)
+        step = step_of(analysis, rank)
         if step is None:
             continue
-        zero, end = step.start_ns, step.start_ns + round(end_us * 1000)
-        mark = f" rank {rank}" if len(by_rank) > 1 else ""
-        trace = by_rank[rank]
-        host = host_spans(trace, step, zero, end, _categorise)
-        device = device_spans(trace, step, zero, end, _categorise)
-        lanes.append(Lane(f"host{mark}", False, tuple(host)))
+        trace = analysis.traceset.traces[rank]
+        zero = _zero(analysis, trace, step)
+        end = min(max(step.end_ns, zero + 1), zero + round(end_us * 1000))
+        view = _View(trace, analysis, step, zero, end, end_us * 1000 / _BINS, limit)
+        mark = f" rank {rank}" if whole > 1 else ""
+        lanes.append(Lane(f"host{mark}", False, tuple(host_spans(view))))
+        device = device_spans(view)
         if device:
-            lanes.append(Lane(f"GPU{mark}", True, tuple(device)))
-    if not lanes:
+            lanes.append(Lane(f"GPU{mark}", True, tuple(device), tuple(idle_spans(view)), tuple(replay_spans(view))))
+    own = step_of(analysis, analysis.slowest)
+    if not lanes or own is None:
         return None
-    shown = f" (ranks {', '.join(map(str, ranks))} of {len(by_rank)})" if len(ranks) < len(by_rank) else ""
-    wall = analysis.breakdown.wall_ns / 1000
-    step = _step_of(analysis, analysis.slowest)
-    wall = step.wall_ns / 1000 if step is not None else wall
+    shown = f" (ranks {', '.join(map(str, ranks))} of {whole})" if len(ranks) < whole else ""
+    wall = own.wall_ns / 1000
     return EngineView(f"{analysis.label}{shown}: {micro(wall)}", wall, tuple(lanes))
 
 
@@ -255,15 +346,14 @@ def build(analyses: Sequence[Analysis], labels: Iterable[str] | None = None) -> 
     """The view of all analyses (or of those with these labels); None when there is nothing to draw."""
     wanted = set(labels) if labels is not None else {a.label for a in analyses}
     kept = [a for a in analyses if a.label in wanted]
-    end = max((s.wall_ns / 1000 for a in kept for r in a.steps if (s := _step_of(a, r))), default=0.0)
+    end = max((s.wall_ns / 1000 for a in kept for r in a.steps if (s := step_of(a, r))), default=0.0) * 1.02
     if end <= 0:
         return None
-    engines = tuple(e for a in kept if (e := _engine(a, end * 1.02)))
+    lanes = sum(2 * len(_ranks(a)) for a in kept)
+    limit = max(150, _ALL_SPANS // max(lanes, 1))
+    engines = tuple(e for a in kept if (e := _engine(a, end, limit)))
     if not engines:
         return None
-    used = {s.colour for e in engines for lane in e.lanes for s in lane.spans}
-    legend: dict[str, str] = {}
-    for shade, text in palette.TOPICS.values():
-        if shade in used:
-            legend.setdefault(shade, text)
-    return Timeline(engines, end * 1.02, tuple(legend.items()))
+    spans = (s for e in engines for lane in e.lanes for s in (*lane.spans, *lane.idle, *lane.replays))
+    legend = palette.legend({s.category for s in spans})
+    return Timeline(engines, end, tuple((shade, text) for _, shade, text in legend))
