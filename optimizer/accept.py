@@ -18,6 +18,7 @@ from optimizer.types import Calibration, Pair, Protocol, RejectReason, Stage, St
 
 MAX_DISCARDED = 0.2  # of the pairs of a stage
 INTERRUPTED = "interrupted"  # a pair that a killed run left behind: nobody saw its times, it is no discard
+BLIND_GUARD = 1.0  # a guard that lets a doubling pass guards nothing, and the run says so
 CANARY_EVERY = 10  # candidates between two hidden A/A trials
 CANARY_ALPHA = 0.002  # two-sided; three canaries a session stay under 1 %
 _TARGET = "target_p50"
@@ -82,6 +83,8 @@ def describe(calibration: Calibration, protocol: Protocol) -> list[str]:
             f"guards: margins from {wide[-1][0]:.1%} ({wide[-1][2]}) to {wide[0][0]:.1%} ({wide[0][2]}), what this "
             f"noise can decide with {pairs} pairs; an unchanged guard passes with {weakest:.0%} or more"
         )
+        if blind := [name for width, _, name in wide if width > BLIND_GUARD]:
+            said.append(f"warning: on this machine, as it is now, nothing guards {', '.join(blind)}: too noisy")
     return said
 
 

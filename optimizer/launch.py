@@ -91,9 +91,21 @@ class Server:
                 total["processes"] += 1
         return total
 
+    def cpu_s(self) -> float:
+        """CPU seconds of everything in the sandbox so far."""
+        return sum(procfs.cpu_s(pid) for pid in self.processes())
+
     def rss(self) -> int:
         """Resident bytes of all processes, shared pages counted once (proportional set size)."""
         return self.census()["rss_bytes"]
+
+    def own_bytes(self) -> int:
+        """Bytes that all processes allocated: no mapped files, shared memory counted once."""
+        total = 0
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                total += procfs.own_bytes(pid)
+        return total
 
     def maps(self) -> set[str]:
         """Files mapped by any process of the sandbox."""

@@ -236,11 +236,11 @@ def _run_arm(server: Any, work: Work, spec: LaunchSpec, generator: Any, bench: B
 
 
 def _memory(server: Any, spec: LaunchSpec) -> float:
-    """Bytes held by all ranks: host memory, or what the cards have in use."""
+    """Bytes that all ranks allocated on the host, or what the cards have in use."""
     if spec.device == "cuda":
         gpus, _ = environment.query_gpus(spec.devices)
         return sum(g.used_mib for g in gpus) * 2**20
-    return float(server.rss())
+    return float(server.own_bytes())
 
 
 def _run_job(server: Any, job: Job, generator: Any) -> tuple[Timed, float]:

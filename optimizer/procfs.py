@@ -32,6 +32,16 @@ def pss_bytes(pid: int) -> int:
     raise ProcessLookupError(pid)
 
 
+def own_bytes(pid: int) -> int:
+    """What the process allocated: anonymous and shared memory (proportional), not the pages of mapped files.
+
+    The share of a library's pages depends on who else maps them, also outside the engine. Raises OSError when gone.
+    """
+    kinds = ("Pss_Anon:", "Pss_Shmem:")
+    rows = [line.split() for line in _read(f"/proc/{pid}/smaps_rollup").splitlines()]
+    return sum(int(row[1]) for row in rows if row and row[0] in kinds) * 1024
+
+
 def rss_bytes(pid: int) -> int:
     """Resident set size; 0 for a process that is gone."""
     with contextlib.suppress(OSError):
@@ -42,6 +52,14 @@ def rss_bytes(pid: int) -> int:
 def count(pid: int, kind: str) -> int:
     """How many entries /proc/PID/`kind` has ("task": threads, "fd": open files). Raises OSError when gone."""
     return len(os.listdir(f"/proc/{pid}/{kind}"))
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds, user and system, of a process and its children that have ended; 0 for one that is gone."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def runs(pid: int, executable: str, but_not: str) -> bool:

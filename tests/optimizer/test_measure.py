@@ -97,7 +97,7 @@ class Server:
     def alive(self) -> bool:
         return self.engine.fails != "crash"
 
-    def rss(self) -> int:
+    def own_bytes(self) -> int:
         return self.engine.memory
 
     def log_tail(self, lines: int = 20) -> str:
