@@ -15,11 +15,11 @@ from typing import Any
 
 from benchmarks.planted.machine import Machine, run, step_ns
 from benchmarks.planted.programs import Plant
-from benchmarks.planted.variants import Variant
+from benchmarks.planted.variants import Program, Variant
 from trace_diff import api
 from trace_diff.types import Finding, Status
 
-STEPS = 9
+STEPS = 12
 WORTH = 0.01  # of the step: what a control may not have
 
 
@@ -38,11 +38,11 @@ class Outcome:
     sum_us: float  # of all bounds
 
 
-def simulate(variant: Variant, plant: Plant, folder: Path) -> tuple[list[Path], float]:
+def simulate(program: Program, plant: Plant, world: int, folder: Path) -> tuple[list[Path], float]:
     """Traces of one program (a file per rank) and the mean step in ns of its slowest rank."""
-    device = None if variant.program.__name__ == "cpu" else "NVIDIA H200"
-    machines = [Machine(rank=r, world=variant.world, device=device) for r in range(variant.world)]
-    run(lambda m, _: variant.program(m, plant), machines, STEPS)
+    device = None if program.__name__ == "cpu" else "NVIDIA H200"
+    machines = [Machine(rank=r, world=world, device=device) for r in range(world)]
+    run(lambda m, _: program(m, plant), machines, STEPS)
     wall = max(step_ns(m) for m in machines)
     paths = []
     for m in machines:
@@ -58,8 +58,9 @@ def score(variant: Variant) -> Outcome:
         here, there = Path(name, "here"), Path(name, "there")
         here.mkdir()
         there.mkdir()
-        paths, wall = simulate(variant, variant.plant, here)
-        fixed_paths, fixed_wall = simulate(variant, variant.fixed, there)
+        paths, wall = simulate(variant.program, variant.plant, variant.world, here)
+        fixed = variant.fixed_program or variant.program
+        fixed_paths, fixed_wall = simulate(fixed, variant.fixed, variant.world, there)
         mine = api.analyse(api.load(paths, "planted"))
         references = [api.analyse(api.load(fixed_paths, "fixed"))] if variant.reference else []
         findings = api.find(mine, references)

@@ -112,12 +112,12 @@ class Machine:
         self.now = max(start + LAUNCH_NS, end + 2_000)
         self.event("cuda_runtime", "cudaMemcpyAsync", start, self.now, HOST, correlation=ident)
 
-    def item(self) -> None:
-        """`.item()` on a device tensor."""
+    def item(self, stream: int = 7) -> None:
+        """`.item()` on a device tensor that is ready when its stream is."""
         with self.op("aten::item", 1_000, below_autograd=True), self.op(
             "aten::_local_scalar_dense", 1_500, below_autograd=True
         ):
-            self.copy("Memcpy DtoH (Device -> Pageable)", 1_500, 8, blocking=True)
+            self.copy("Memcpy DtoH (Device -> Pageable)", 1_500, 8, blocking=True, stream=stream)
             self.call("cudaStreamSynchronize", 1_500)
 
     def read_later(self) -> None:
@@ -185,6 +185,7 @@ def run(program: Callable[[Machine, int], Generator[Yield, int, None]], machines
 
 
 def step_ns(m: Machine) -> float:
-    """Mean period of the steady steps (the first and the last two are left out)."""
-    starts = m.step_starts[1:-1]
-    return (starts[-1] - starts[0]) / (len(starts) - 1)
+    """Mean period of the last half of the steps: between read-backs on a device, else between step starts."""
+    marks = m.reads or m.step_starts
+    half = marks[len(marks) // 2 :]
+    return (half[-1] - half[0]) / (len(half) - 1)

@@ -25,6 +25,7 @@ class Variant:
     plant: Plant
     fixed: Plant = Plant()
     world: int = 1
+    fixed_program: Program | None = None  # where the fix is another program
     reference: bool = False  # give the fixed program's trace as a reference engine
 
 
@@ -35,10 +36,10 @@ TP = Plant(transfer_ns=4 * K)
 VARIANTS: tuple[Variant, ...] = (
     Variant("graph: 6 host reads cut the graph", "host-reads", G, Plant(reads_per_step=6)),
     Variant("eager: a host read in every layer", "host-reads", E, Plant(reads_per_step=12)),
-    Variant("eager, host-bound: 24 more copies to the device", "host-device-copies", E, Plant(copies_per_step=24, reads_per_step=1), Plant(reads_per_step=1)),
-    Variant("eager, host-bound: 60 tensor allocations", "allocations", E, Plant(empties_per_step=60, reads_per_step=1), Plant(reads_per_step=1)),
-    Variant("eager: device allocations in the step", "allocations", E, Plant(mallocs_per_step=4, reads_per_step=1), Plant(reads_per_step=1)),
-    Variant("graph: 900 us of scheduling between steps", "between-steps", G, Plant(between_ns=900 * K), Plant(between_ns=1)),
+    Variant("eager: 60 more copies make the host the slower side", "host-device-copies", E, Plant(duty=0.7, copies_per_step=60), Plant(duty=0.7)),
+    Variant("eager: 200 tensor allocations make the host the slower side", "allocations", E, Plant(duty=0.7, empties_per_step=200), Plant(duty=0.7)),
+    Variant("eager: device allocations make the host the slower side", "allocations", E, Plant(duty=0.7, mallocs_per_step=5), Plant(duty=0.7)),
+    Variant("CPU: 900 us of scheduling between steps", "between-steps", C, Plant(between_ns=900 * K)),
     Variant("graph: compiles in every step", "recompilation", G, Plant(compile_ns=4000 * K)),
     Variant("graph: down product 1.8 x the reference's", "slower-kernels", G, Plant(slow=(("down", 1.8),)), reference=True),
     Variant("graph: attention 3 x the reference's", "slower-kernels", G, Plant(slow=(("attention", 3.0),)), reference=True),
@@ -50,8 +51,8 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("graph: 3 device copies a layer, none in the reference", "redundant-copies", G, Plant(device_copies=3), reference=True),
     Variant("graph: metadata kernel in every layer", "step-invariant-work", G, Plant(metadata=True)),
     Variant("eager: gate and up product at 60 % of the bandwidth", "roofline-gap", E, Plant(slow=(("gate_up", 1.6),))),
-    Variant("eager: host 4 x too slow for the device", "launch-bound-decode", E, Plant(duty=SHORT, host_op_ns=10 * K), Plant(duty=SHORT, host_op_ns=-8 * K)),
-    Variant("eager, host-bound: autograd recording", "autograd-recording", E, Plant(duty=SHORT, autograd=(1_900, 2_100)), Plant(duty=SHORT)),
+    Variant("eager: host 4 x too slow for the device", "launch-bound-decode", E, Plant(duty=SHORT, host_op_ns=10 * K), Plant(duty=SHORT), fixed_program=G),
+    Variant("eager: autograd makes the host the slower side", "autograd-recording", E, Plant(duty=0.7, autograd=(1_900, 2_100)), Plant(duty=0.7)),
     Variant("TP 2 eager: rank 1 late to every all-reduce", "comm-wait", E, Plant(late_rank_ns=150 * K), TP, world=2),
     Variant("TP 2 eager: all-reduce of 60 us", "slow-transfer", E, Plant(transfer_ns=60 * K), TP, world=2),
     Variant("eager: exposed copy on a second stream", "overlap", E, Plant(side_copy_ns=400 * K)),
@@ -70,7 +71,8 @@ CONTROLS: tuple[Variant, ...] = (
     Variant("control: graph", None, G, Plant()),
     Variant("control: graph with a reference", None, G, Plant(), reference=True),
     Variant("control: eager, device busy", None, E, Plant()),
-    Variant("control: eager, host reads behind queued work", None, E, Plant(empties_per_step=10)),
+    Variant("control: eager, host reads beside queued work", None, E, Plant(side_reads=4)),
+    Variant("control: eager, allocations behind queued work", None, E, Plant(empties_per_step=20)),
     Variant("control: CPU", None, C, Plant()),
     Variant("control: TP 2 eager", None, E, TP, TP, world=2),
     Variant("control: TP 4 CPU", None, C, TP, TP, world=4),

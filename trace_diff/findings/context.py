@@ -19,6 +19,7 @@ from trace_diff.groups import GroupRow
 from trace_diff.hosttree import HostTree
 from trace_diff.ingest import Trace
 from trace_diff.types import Breakdown, Kind, Step
+from trace_diff.windows import marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,19 @@ class Context:
             if parent[i] >= 0:
                 out[parent[i]] |= out[i]
         return out
+
+    @cached_property
+    def outside_ns(self) -> float:
+        """Mean time in a step's window behind the end of its annotation while no device work of it is left."""
+        return float(np.mean([self._outside(s) for s in self.steps]))
+
+    def _outside(self, step: Step) -> float:
+        e = self.trace.events
+        end = marks(self.trace)[step.index].end
+        device = step.rows[np.isin(e.kind[step.rows], (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET))]
+        if len(device):
+            end = max(end, int((e.ts_ns[device] + e.dur_ns[device]).max()))
+        return float(max(0, step.end_ns - max(end, step.start_ns)))
 
     @cached_property
     def host_unit_ns(self) -> float | None:

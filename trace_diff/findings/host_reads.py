@@ -26,7 +26,7 @@ _READS = re.compile(r"^aten::(item|_local_scalar_dense|is_nonzero|equal|nonzero|
 def look(context: Context) -> Draft | NotFound | CouldNotLook:
     if not context.on_gpu:
         return _on_cpu(context)
-    waits = [w for w in context.model.waits if w.item >= 0 and not feeds_device(context, w)]
+    waits = [w for w in context.model.waits if not feeds_device(context, w)]
     if not waits:
         return NotFound("no call of the step waited for the device")
     rows = [w.row for w in waits]

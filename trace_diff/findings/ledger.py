@@ -76,6 +76,7 @@ def busy_ns(rows: list[int], dur: list[float], edit: Edit) -> float:
 
 
 def python_ns(context: Context) -> float:
-    """Mean host time of a step outside operators, runtime calls and collectives."""
+    """Mean host time inside a step's annotation that is in no operator, runtime call or collective."""
     parts = context.breakdown.parts
-    return float(parts.get("cpu.python", 0) + parts.get("unattributed", 0))
+    whole = float(parts.get("cpu.python", 0) + parts.get("unattributed", 0))
+    return max(0.0, whole - context.outside_ns)

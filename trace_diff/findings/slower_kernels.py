@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
+from trace_diff.findings.split_products import is_split
 from trace_diff.groups import GroupRow
 from trace_diff.whatif import Edit
 
@@ -24,7 +25,7 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
     worst: dict[tuple[str, str], tuple[GroupRow, str]] = {}
     for reference in context.references:
         for row in context.aligned(reference):
-            if not row.anchor or min(c.count for c in row.cells) == 0:
+            if not row.anchor or min(c.count for c in row.cells) == 0 or is_split(row):
                 continue
             old = worst.get((row.where, row.label))
             if _is_slower(row) and (old is None or row.cells[1].us < old[0].cells[1].us):

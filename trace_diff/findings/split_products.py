@@ -59,8 +59,8 @@ def look(context: Context) -> Draft | NotFound:
         spare = _spare(context, run)
         cuts |= context.subtree_cuts(operators(context, spare))
         if context.on_gpu and run.keeps_us is not None and whole > run.keeps_us:
-            factor = run.keeps_us / whole
-            device |= {r: float(context.trace.events.dur_ns[r]) * factor for r in rows}
+            stay = [r for r in rows if r not in set(spare)]
+            device |= dict.fromkeys(spare, 0.0) | dict.fromkeys(stay, run.keeps_us * 1000 / len(stay))
     return Draft(
         title="Products of one layer run apart: " + "; ".join(str(x["what"]) for x in evidence),
         formula=FORMULA,
@@ -76,7 +76,7 @@ def _against_references(context: Context) -> list[_Run]:
     best: dict[tuple[int, ...], _Run] = {}
     for reference in context.references:
         for row in context.aligned(reference):
-            if not _is_split(row):
+            if not is_split(row):
                 continue
             here, there = row.cells
             items = _items(context, here.rows)
@@ -87,7 +87,8 @@ def _against_references(context: Context) -> list[_Run]:
     return list(best.values())
 
 
-def _is_split(row: GroupRow) -> bool:
+def is_split(row: GroupRow) -> bool:
+    """True for a group in which this engine runs more products than the other one."""
     if not row.anchor or row.where != "layer" or ("attention" in row.label and "product" not in row.label):
         return False
     here, there = (_products(c.names) for c in row.cells)
