@@ -44,14 +44,13 @@ def calls(trace: Trace) -> list[Call]:
 
 
 def _device(trace: Trace) -> list[Call]:
-    told = [classify.collective(n) for n in trace.names]
-    wanted = np.array([c is not None for c in told] or [False])
+    wanted = trace.flags("collective", (Kind.KERNEL,), lambda n: classify.collective(n) is not None)
     kernels = trace.rows(Kind.KERNEL)
-    kernels = kernels[wanted[trace.events.name[kernels]]] if len(kernels) else kernels
+    kernels = kernels[wanted[trace.events.name[kernels]]]
     amd = is_rocm(trace)
     out = []
     for row in kernels.tolist():
-        pair = told[trace.events.name[row]]
+        pair = classify.collective(trace.name(row))
         assert pair is not None
         args = trace.args(row)
         backend = "rccl" if pair[0] == "nccl" and amd else pair[0]
@@ -69,19 +68,20 @@ def is_rocm(trace: Trace) -> bool:
 
 def _host(trace: Trace) -> list[Call]:
     """Workers' spans where the backend records them, else the outermost communicating operators."""
-    told = [classify.host_collective(n) for n in trace.names]
-    wanted = np.array([c is not None for c in told] or [False])
+    wanted = trace.flags(
+        "host collective", (Kind.ANNOTATION, Kind.CPU_OP), lambda n: classify.host_collective(n) is not None
+    )
     marks = trace.rows(Kind.ANNOTATION)
-    spans = marks[wanted[trace.events.name[marks]]] if len(marks) else marks
+    spans = marks[wanted[trace.events.name[marks]]]
     spans = np.array([i for i in spans.tolist() if ":" in trace.name(i) and "::" not in trace.name(i)], np.int64)
     if len(spans) == 0:
         ops = trace.rows(Kind.CPU_OP)
-        ops = ops[wanted[trace.events.name[ops]]] if len(ops) else ops
+        ops = ops[wanted[trace.events.name[ops]]]
         up = nesting(trace).parent[ops]
         spans = ops[(up < 0) | ~wanted[trace.events.name[np.maximum(up, 0)]]] if len(ops) else ops
     out = []
     for row in spans.tolist():
-        pair = told[trace.events.name[row]]
+        pair = classify.host_collective(trace.name(row))
         assert pair is not None
         if pair[1] == "other":
             continue

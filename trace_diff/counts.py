@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,55 +17,29 @@ EMPTY_FAMILY = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_lik
 COPY_OPS = frozenset({"aten::copy_", "aten::_to_copy", "aten::clone", "aten::contiguous", "aten::cat"})
 
 
-class _Tables(NamedTuple):
-    """One flag per name."""
-
-    launch: Bools
-    graph: Bools
-    sync: Bools
-    stream_sync: Bools
-    malloc: Bools
-    query: Bools
-    item: Bools
-    empty: Bools
-    autograd: Bools
-    clone: Bools
-    copies: Bools
-    host_comm: Bools
-    comm: Bools
-    d2h: Bools
-    h2d: Bools
-    d2d: Bools
-
-
-def _tables(trace: Trace) -> _Tables:
-    if "count_tables" not in trace.cache:
-        calls = [classify.call_class(n) for n in trace.names]
-        ops = [classify.op_class(n) for n in trace.names]
-        kinds = [classify.copy_kind(n) for n in trace.names]
-
-        def flags(values: list[bool]) -> Bools:
-            return np.array([*values, False])
-
-        trace.cache["count_tables"] = _Tables(
-            launch=flags([c == "launch" for c in calls]),
-            graph=flags([c == "graph_launch" for c in calls]),
-            sync=flags([c == "sync" for c in calls]),
-            stream_sync=flags(["streamsynchronize" in n.lower() for n in trace.names]),
-            malloc=flags([c == "malloc" for c in calls]),
-            query=flags([c in ("query", "event_query") for c in calls]),
-            item=flags([o == "host_read" for o in ops]),
-            empty=flags([n in EMPTY_FAMILY for n in trace.names]),
-            autograd=flags([o == "autograd" and not n.startswith("autograd::engine") for o, n in zip(ops, trace.names, strict=True)]),
-            clone=flags([n == "aten::clone" for n in trace.names]),
-            copies=flags([n in COPY_OPS for n in trace.names]),
-            host_comm=flags([o == "communication" for o in ops]),
-            comm=flags([classify.collective(n) is not None for n in trace.names]),
-            d2h=flags([k == "d2h" for k in kinds]),
-            h2d=flags([k == "h2d" for k in kinds]),
-            d2d=flags([k == "d2d" for k in kinds]),
-        )
-    return trace.cache["count_tables"]
+# What is counted, as (kinds of rows, test of the name). An operator nested in one that is counted alike is not counted
+# again where the name is in _OUTERMOST.
+_CALLS = (Kind.RUNTIME, Kind.DRIVER)
+_OPS = (Kind.CPU_OP,)
+_COUNTED: dict[str, tuple[tuple[Kind, ...], Callable[[str], bool]]] = {
+    "kernel_launches": (_CALLS, lambda n: classify.call_class(n) == "launch"),
+    "graph_launches": (_CALLS, lambda n: classify.call_class(n) == "graph_launch"),
+    "syncs": (_CALLS, lambda n: classify.call_class(n) == "sync"),
+    "stream_syncs": (_CALLS, lambda n: "streamsynchronize" in n.lower()),
+    "queries": (_CALLS, lambda n: classify.call_class(n) in ("query", "event_query")),
+    "device_mallocs": (_CALLS, lambda n: classify.call_class(n) == "malloc"),
+    "host_reads": (_OPS, lambda n: classify.op_class(n) == "host_read"),
+    "allocations": (_OPS, lambda n: n in EMPTY_FAMILY),
+    "autograd_nodes": (_OPS, lambda n: classify.op_class(n) == "autograd" and not n.startswith("autograd::engine")),
+    "clones": (_OPS, lambda n: n == "aten::clone"),
+    "copies": (_OPS, lambda n: n in COPY_OPS),
+    "d2h": ((Kind.MEMCPY,), lambda n: classify.copy_kind(n) == "d2h"),
+    "h2d": ((Kind.MEMCPY,), lambda n: classify.copy_kind(n) == "h2d"),
+    "d2d": ((Kind.MEMCPY,), lambda n: classify.copy_kind(n) == "d2d"),
+    "collectives": ((Kind.KERNEL,), lambda n: classify.collective(n) is not None),
+    "host_collectives": (_OPS, lambda n: classify.op_class(n) == "communication"),
+}
+_OUTERMOST = ("host_reads", "host_collectives")
 
 
 def doubled(trace: Trace) -> Bools:
@@ -86,37 +60,32 @@ def doubled(trace: Trace) -> Bools:
 
 def count(trace: Trace, step: Step) -> dict[str, float]:
     """Counts of one step: host rows that began in it and device rows launched by it."""
-    t, events = _tables(trace), trace.events
+    events = trace.events
     rows = step.rows[~doubled(trace)[step.rows]]
     kind, name = events.kind[rows], events.name[rows]
-    call = (kind == Kind.RUNTIME) | (kind == Kind.DRIVER)
-    op, copy = kind == Kind.CPU_OP, kind == Kind.MEMCPY
+    by_name: dict[tuple[Kind, ...], npt.NDArray[np.int64]] = {}
+    out: dict[str, float] = {}
+    for key, (kinds, test) in _COUNTED.items():
+        if kinds not in by_name:
+            here = kind == kinds[0] if len(kinds) == 1 else (kind == kinds[0]) | (kind == kinds[1])
+            by_name[kinds] = np.bincount(name[here], minlength=len(trace.names))
+        flags = trace.flags(f"count {key}", kinds, test)
+        total = int(by_name[kinds][flags[:-1]].sum())
+        if total and key in _OUTERMOST:
+            total = _outermost(trace, rows[(kind == kinds[0])], flags)
+        out[key] = float(total)
+    host = out.pop("host_collectives")
+    out["collectives"] = out["collectives"] or host
+    totals = np.bincount(kind, minlength=16)
+    out["kernels"] = float(totals[Kind.KERNEL])
+    out["memsets"] = float(totals[Kind.MEMSET])
+    out["cpu_ops"] = float(totals[Kind.CPU_OP])
+    out["python_calls"] = float(totals[Kind.PYTHON])
+    return out
+
+
+def _outermost(trace: Trace, rows: npt.NDArray[np.int64], flags: Bools) -> int:
+    """How many of `rows` are flagged and not called directly by a flagged row."""
+    rows = rows[flags[trace.events.name[rows]]]
     up = nesting(trace).parent[rows]
-    outer = (up < 0) | ~t.item[np.where(up >= 0, events.name[np.maximum(up, 0)], len(t.item) - 1)]
-    kernel = kind == Kind.KERNEL
-    collectives = (kernel & t.comm[name]).sum()
-    if collectives == 0:
-        up_name = np.where(up >= 0, events.name[np.maximum(up, 0)], len(t.item) - 1)
-        collectives = (op & t.host_comm[name] & ~t.host_comm[up_name]).sum()
-    found = {
-        "kernel_launches": (call & t.launch[name]).sum(),
-        "graph_launches": (call & t.graph[name]).sum(),
-        "kernels": kernel.sum(),
-        "syncs": (call & t.sync[name]).sum(),
-        "stream_syncs": (call & t.stream_sync[name]).sum(),
-        "queries": (call & t.query[name]).sum(),
-        "host_reads": (op & t.item[name] & outer).sum(),
-        "d2h": (copy & t.d2h[name]).sum(),
-        "h2d": (copy & t.h2d[name]).sum(),
-        "d2d": (copy & t.d2d[name]).sum(),
-        "memsets": (kind == Kind.MEMSET).sum(),
-        "allocations": (op & t.empty[name]).sum(),
-        "device_mallocs": (call & t.malloc[name]).sum(),
-        "autograd_nodes": (op & t.autograd[name]).sum(),
-        "clones": (op & t.clone[name]).sum(),
-        "copies": (op & t.copies[name]).sum(),
-        "collectives": collectives,
-        "cpu_ops": op.sum(),
-        "python_calls": (kind == Kind.PYTHON).sum(),
-    }
-    return {k: float(v) for k, v in found.items()}
+    return int(((up < 0) | ~flags[trace.events.name[np.maximum(up, 0)]]).sum())

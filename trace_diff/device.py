@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trace_diff import classify
 from trace_diff.ingest.schema import WORK_KINDS
 from trace_diff.ingest.trace import Trace
-from trace_diff.intervals import EMPTY, Spans, clip, cover, first_come, gaps, union
+from trace_diff.intervals import EMPTY, Spans, cover, first_come, gaps, intersect, minus, union
 from trace_diff.links import Links, links
 
 if TYPE_CHECKING:
@@ -85,8 +85,6 @@ class Window:
     parts: dict[str, int]
     busy: Spans
     idle: Spans
-    idle_cause: list[str]  # per gap piece, parallel to pieces
-    pieces: Spans  # idle time cut by cause
 
 
 def account(trace: Trace, start: int, end: int, host: HostSide, wait: Collectives | None = None) -> Window:
@@ -117,11 +115,9 @@ def account(trace: Trace, start: int, end: int, host: HostSide, wait: Collective
     idle = gaps(covered, start, end)
     doubtful = _doubtful(trace, lane, idle)
     _add(parts, QUARANTINED, doubtful.total)
-    rest = _minus(idle, doubtful)
-    causes, pieces = _causes(trace, lane, rest, host)
-    for cause, length in zip(causes, (pieces.ends - pieces.starts).tolist(), strict=True):
-        _add(parts, cause, length)
-    return Window(parts, covered, idle, causes, pieces)
+    for cause, ns in _causes(trace, lane, minus(idle, doubtful), host).items():
+        _add(parts, cause, ns)
+    return Window(parts, covered, idle)
 
 
 def _add(parts: dict[str, int], name: str, ns: int) -> None:
@@ -162,18 +158,7 @@ def _doubtful(trace: Trace, lane: Lanes, idle: Spans) -> Spans:
     start = bad.ts_ns[work]
     later = np.append(lane.start, np.iinfo(np.int64).max)[np.searchsorted(lane.start, start, side="right")]
     claim = union(start, np.minimum(start + bad.dur_ns[work], later))
-    pieces = [clip(claim, a, b) for a, b in zip(idle.starts.tolist(), idle.ends.tolist(), strict=True)]
-    return union(np.concatenate([p.starts for p in pieces]), np.concatenate([p.ends for p in pieces]))
-
-
-def _minus(spans: Spans, hole: Spans) -> Spans:
-    """`spans` without `hole`."""
-    if len(hole.starts) == 0:
-        return spans
-    pieces = [gaps(hole, a, b) for a, b in zip(spans.starts.tolist(), spans.ends.tolist(), strict=True)]
-    if not pieces:
-        return EMPTY
-    return Spans(np.concatenate([p.starts for p in pieces]), np.concatenate([p.ends for p in pieces]))
+    return intersect(claim, idle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +167,7 @@ class HostSide:
 
     blocked: Spans  # the launching thread was inside a synchronising call
     in_step: Spans  # the launching thread was inside a step's annotation
+    both: Spans
 
 
 def replay_gaps(trace: Trace) -> npt.NDArray[np.int8]:
@@ -219,16 +205,13 @@ def _judge_replays(lane: Lanes, rows: npt.NDArray[np.int64], out: npt.NDArray[np
     out[rows[long & (usual <= GRAPH_GAP_NS)]] = 2
 
 
-def _causes(trace: Trace, lane: Lanes, idle: Spans, host: HostSide) -> tuple[list[str], Spans]:
-    """Cut each idle gap by the cause of the work that ends it."""
+def _causes(trace: Trace, lane: Lanes, idle: Spans, host: HostSide) -> dict[str, int]:
+    """Idle time by the cause of the work that ends each gap; a gap has up to five parts, in order of time."""
     g0, g1 = idle.starts, idle.ends
-    if len(g0) == 0:
-        return [], EMPTY
-    cuts = _Cuts(host)
-    if len(lane.start) == 0:
-        for a, b in zip(g0.tolist(), g1.tolist(), strict=True):
-            cuts.host(a, b)
-        return cuts.names, cuts.spans()
+    parts: dict[str, int] = {}
+    if len(g0) == 0 or len(lane.start) == 0:
+        _host_parts(parts, host, g0, g1)
+        return parts
     events = trace.events
     nxt = np.searchsorted(lane.start, g1, side="left")
     exists = nxt < len(lane.start)
@@ -237,76 +220,31 @@ def _causes(trace: Trace, lane: Lanes, idle: Spans, host: HostSide) -> tuple[lis
     told = call >= 0
     l0 = np.where(told, events.ts_ns[np.maximum(call, 0)], g1)
     l1 = np.where(told, l0 + events.dur_ns[np.maximum(call, 0)], g1)
-    before = np.maximum(nxt - 1, 0)
-    replay = told & (nxt > 0) & (lane.tied.launch[before] == call) & lane.tied.in_graph[safe]
-    skewed = told & (lane.start[safe] < l0)
+    replay = told & (nxt > 0) & (lane.tied.launch[np.maximum(nxt - 1, 0)] == call) & lane.tied.in_graph[safe]
+    skewed = told & ~replay & (lane.start[safe] < l0)
+    blind = exists & ~told
+    plain = ~(replay | skewed | blind)
+    length = g1 - g0
+    hole = replay_gaps(trace)[safe]
+    for kind, cause in enumerate(_IN_REPLAY):
+        _add(parts, cause, int(length[replay & (hole == kind)].sum()))
+    _add(parts, SKEW, int(length[skewed].sum()))
+    _add(parts, UNATTRIBUTED, int(length[blind].sum()))
     first = np.clip(l0, g0, g1)
     second = np.clip(np.maximum(l1, g0) + LATENCY_NS, first, g1)
-    holes = replay_gaps(trace)[safe]
-    special = replay | skewed | (exists & ~told)
-    rows = zip(g0.tolist(), g1.tolist(), first.tolist(), second.tolist(), special.tolist(), strict=True)
-    for k, (a, b, m, n, odd) in enumerate(rows):
-        if odd:
-            whole = _IN_REPLAY[holes[k]] if replay[k] else SKEW if skewed[k] else UNATTRIBUTED
-            cuts.put(whole, a, b)
-            continue
-        cuts.host(a, m)
-        cuts.put(LATENCY, m, n)
-        cuts.put(DEPENDENCY, n, b)
-    return cuts.names, cuts.spans()
+    _host_parts(parts, host, g0[plain], first[plain])
+    _add(parts, LATENCY, int((second - first)[plain].sum()))
+    _add(parts, DEPENDENCY, int((g1 - second)[plain].sum()))
+    return parts
 
 
 _IN_REPLAY = (IN_GRAPH, NOT_RECORDED, DEPENDENCY)
 
 
-class _Cuts:
-    """Pieces of idle time with their causes, as they are found."""
-
-    def __init__(self, host: HostSide) -> None:
-        self.names: list[str] = []
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._host = host
-
-    def put(self, cause: str, a: int, b: int) -> None:
-        if b > a:
-            self.names.append(cause)
-            self._starts.append(a)
-            self._ends.append(b)
-
-    def host(self, a: int, b: int) -> None:
-        """Time in which the host had not launched: blocked, outside any step, or late."""
-        if b <= a:
-            return
-        for x, y in _pairs(self._host.blocked, a, b):
-            self.put(HOST_SYNC, x, y)
-        for x, y in _free(self._host.blocked, a, b):
-            for p, q in _pairs(self._host.in_step, x, y):
-                self.put(HOST_LATE, p, q)
-            for p, q in _free(self._host.in_step, x, y):
-                self.put(BETWEEN, p, q)
-
-    def spans(self) -> Spans:
-        return Spans(np.array(self._starts, np.int64), np.array(self._ends, np.int64))
-
-
-def _pairs(spans: Spans, a: int, b: int) -> list[tuple[int, int]]:
-    """The parts of [a, b) that `spans` cover."""
-    lo = int(np.searchsorted(spans.ends, a, side="right"))
-    hi = int(np.searchsorted(spans.starts, b, side="left"))
-    if hi <= lo:
-        return []
-    starts, ends = spans.starts[lo:hi].tolist(), spans.ends[lo:hi].tolist()
-    return [(max(s, a), min(e, b)) for s, e in zip(starts, ends, strict=True)]
-
-
-def _free(spans: Spans, a: int, b: int) -> list[tuple[int, int]]:
-    """The parts of [a, b) that `spans` leave uncovered."""
-    out, at = [], a
-    for s, e in _pairs(spans, a, b):
-        if s > at:
-            out.append((at, s))
-        at = e
-    if b > at:
-        out.append((at, b))
-    return out
+def _host_parts(parts: dict[str, int], host: HostSide, a: Ints, b: Ints) -> None:
+    """Time in which the host had not launched: blocked, inside a step (late), or outside any."""
+    blocked = int(cover(host.blocked, a, b).sum())
+    late = int((cover(host.in_step, a, b) - cover(host.both, a, b)).sum())
+    _add(parts, HOST_SYNC, blocked)
+    _add(parts, HOST_LATE, late)
+    _add(parts, BETWEEN, int((b - a).sum()) - blocked - late)

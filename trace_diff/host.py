@@ -13,7 +13,8 @@ import numpy.typing as npt
 from trace_diff import classify
 from trace_diff.device import HostSide
 from trace_diff.ingest.trace import Trace
-from trace_diff.intervals import union
+from trace_diff.intervals import intersect, union
+from trace_diff.links import CALL_KINDS
 from trace_diff.nesting import NESTED_KINDS, nesting
 from trace_diff.types import Kind
 from trace_diff.windows import marks
@@ -33,15 +34,16 @@ def table(trace: Trace) -> HostTable:
     """Categories of host rows: op classes, "python", "runtime.launch", "runtime.sync" ... Computed once."""
     if "host_table" not in trace.cache:
         events = trace.events
-        rows = trace.rows(*NESTED_KINDS)
-        keys = events.name[rows].astype(np.int64) * 16 + events.kind[rows]
-        unique, inverse = np.unique(keys, return_inverse=True)
-        named = [_category(trace.names[k // 16], k % 16) for k in unique.tolist()]
-        names = sorted(set(named))
-        number = {n: i for i, n in enumerate(names)}
+        numbers: dict[str, int] = {}
         category = np.full(len(events), -1, np.int32)
-        category[rows] = np.array([number[n] for n in named], np.int32)[inverse] if named else -1
-        trace.cache["host_table"] = HostTable(category, names)
+        for kind in NESTED_KINDS:
+            lookup = np.full(len(trace.names), -1, np.int32)
+            for i in trace.names_of(kind):
+                name = _category(trace.names[i], kind)
+                lookup[i] = numbers.setdefault(name, len(numbers))
+            rows = trace.rows(kind)
+            category[rows] = lookup[events.name[rows]]
+        trace.cache["host_table"] = HostTable(category, list(numbers))
     return trace.cache["host_table"]
 
 
@@ -115,8 +117,7 @@ def blocking_rows(trace: Trace) -> Ints:
     if "blocking" not in trace.cache:
         events = trace.events
         calls = trace.rows(Kind.RUNTIME, Kind.DRIVER)
-        wanted = np.array([_blocks(n) for n in trace.names] or [False])
-        trace.cache["blocking"] = calls[wanted[events.name[calls]]] if len(calls) else calls
+        trace.cache["blocking"] = calls[trace.flags("blocks", CALL_KINDS, _blocks)[events.name[calls]]]
     return trace.cache["blocking"]
 
 
@@ -138,5 +139,5 @@ def side(trace: Trace) -> HostSide:
         rows = on if len(on) else rows
         blocked = union(events.ts_ns[rows], events.ts_ns[rows] + events.dur_ns[rows])
         inside = union(np.array([m.start for m in found], np.int64), np.array([m.end for m in found], np.int64))
-        trace.cache["host_side"] = HostSide(blocked, inside)
+        trace.cache["host_side"] = HostSide(blocked, inside, intersect(blocked, inside))
     return trace.cache["host_side"]

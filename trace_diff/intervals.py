@@ -84,3 +84,23 @@ def first_come(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
     reach[1:] = np.maximum.accumulate(ends)[:-1]
     begin = np.minimum(np.maximum(starts, reach), np.maximum(ends, starts))
     return begin, np.maximum(ends, begin)
+
+
+def intersect(a: Spans, b: Spans) -> Spans:
+    """What both cover."""
+    points = np.unique(np.concatenate([a.starts, a.ends, b.starts, b.ends]))
+    if len(points) < 2:
+        return EMPTY
+    starts, ends = points[:-1], points[1:]
+    both = (cover(a, starts, ends) > 0) & (cover(b, starts, ends) > 0)
+    return union(starts[both], ends[both])
+
+
+def minus(a: Spans, b: Spans) -> Spans:
+    """What `a` covers and `b` does not."""
+    if len(a.starts) == 0 or len(b.starts) == 0:
+        return a
+    points = np.unique(np.concatenate([a.starts, a.ends, b.starts, b.ends]))
+    starts, ends = points[:-1], points[1:]
+    only = (cover(a, starts, ends) > 0) & (cover(b, starts, ends) == 0)
+    return union(starts[only], ends[only])

@@ -13,6 +13,7 @@ from trace_diff.ingest.trace import Trace
 from trace_diff.types import Kind
 
 Ints = npt.NDArray[np.int64]
+CALL_KINDS = (Kind.RUNTIME, Kind.DRIVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ def _links(trace: Trace) -> Links:
             events.ts_ns[device[needy]],
             ops,
         )
-    graph_names = np.array([classify.call_class(n) == "graph_launch" for n in trace.names] or [False])
-    in_graph = (launch >= 0) & graph_names[events.name[np.maximum(launch, 0)]] if len(events) else launch >= 0
+    graph = trace.flags("graph call", CALL_KINDS, lambda n: classify.call_class(n) == "graph_launch")
+    in_graph = (launch >= 0) & graph[events.name[np.maximum(launch, 0)]] if len(events) else launch >= 0
     negative = int(((launch >= 0) & (events.ts_ns[device] < events.ts_ns[np.maximum(launch, 0)])).sum()) if len(device) else 0
     return Links(device, launch, op, in_graph, negative)
 

@@ -42,7 +42,7 @@ def _nesting(trace: Trace) -> Nesting:
     depth = np.full(n, -1, np.int32)
     end = events.ts_ns + events.dur_ns
     rows = trace.rows(*NESTED_KINDS)
-    order = rows[np.argsort(events.track[rows], kind="stable")]
+    order = rows[stable(events.track[rows])]
     tracks = events.track[order]
     cuts = np.append(0, np.append(np.flatnonzero(np.diff(tracks)) + 1, len(order)))
     for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
@@ -69,6 +69,13 @@ def _thread(
     depth[rows] = level
 
 
+def stable(values: npt.NDArray[np.integer]) -> Ints:
+    """Indices that sort `values`, equals in order; small numbers by radix, several times faster."""
+    if len(values) and int(values.max()) < 1 << 15 and int(values.min()) >= -(1 << 15):
+        values = values.astype(np.int16)
+    return np.argsort(values, kind="stable")
+
+
 def _levels(begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """(depth, index of the parent, indices of rows that outlast their parent); `begin` is in half ticks."""
     stop = np.maximum(end * 2, begin + 1)  # a zero-length row is open for half a tick: it nests in what it touches
@@ -80,7 +87,7 @@ def _levels(begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
 def _parents(level: Ints) -> Ints:
     """For rows in order of start: the last earlier row one level up, -1 at level 0."""
     up = np.full(len(level), -1, np.int64)
-    order = np.argsort(level, kind="stable")
+    order = stable(level)
     bounds = np.append(0, np.cumsum(np.bincount(level)))
     for d in range(1, len(bounds) - 1):
         here = order[bounds[d] : bounds[d + 1]]
@@ -97,7 +104,7 @@ def enclosing(trace: Trace, kind: Kind) -> npt.NDArray[np.int32]:
     if key not in trace.cache:
         tree = nesting(trace)
         found = np.where(trace.events.kind == kind, np.arange(len(trace.events)), -1).astype(np.int32)
-        order = np.argsort(tree.depth, kind="stable")
+        order = stable(tree.depth)
         counts = np.bincount(tree.depth + 1)
         bounds = np.append(0, np.cumsum(counts))
         for d in range(2, len(bounds) - 1):

@@ -63,9 +63,9 @@ def _waits(trace: Trace) -> Waits:
 def _pageable_reads(trace: Trace) -> Ints:
     """Copies to pageable host memory return only when they are done, whatever their call is named."""
     tied, events = links(trace), trace.events
-    wanted = np.array(["pageable" in n.lower() and classify.copy_kind(n) == "d2h" for n in trace.names] or [False])
-    if len(tied.device_rows) == 0:
-        return tied.device_rows
+    wanted = trace.flags(
+        "pageable read", (Kind.MEMCPY,), lambda n: "pageable" in n.lower() and classify.copy_kind(n) == "d2h"
+    )
     hit = wanted[events.name[tied.device_rows]] & (events.kind[tied.device_rows] == Kind.MEMCPY) & (tied.launch >= 0)
     return np.unique(tied.launch[hit])
 

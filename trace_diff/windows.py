@@ -16,10 +16,11 @@ import numpy.typing as npt
 
 from trace_diff import classify, grammar, repetition
 from trace_diff.ingest.trace import Trace
-from trace_diff.links import Links, links
+from trace_diff.links import CALL_KINDS, Links, links
 from trace_diff.types import Kind, Phase, Step
 
 Ints = npt.NDArray[np.int64]
+_DEVICE_CALLS = ("launch", "graph_launch", "memcpy", "memset", "sync")
 _PAUSE = 3  # a gap after a step longer than this many times the step is the server waiting, not the step
 
 
@@ -65,12 +66,17 @@ def annotated(trace: Trace) -> list[Mark]:
 
 def _named(trace: Trace, rows: Ints) -> list[Mark]:
     events = trace.events
-    said = [grammar.parse(n) for n in trace.names]
-    is_step = np.array([s is not None for s in said] or [False])
-    rows = rows[is_step[events.name[rows]]] if len(rows) else rows
     if len(rows) == 0:
         return []
-    grade = np.array([s.grade if s else 0 for s in said])
+    said: dict[int, grammar.StepName] = {}
+    grade = np.zeros(len(trace.names), np.int8)
+    for i in np.unique(events.name[rows]).tolist():
+        told = grammar.parse(trace.names[i])
+        if told is not None:
+            said[i], grade[i] = told, told.grade
+    rows = rows[grade[events.name[rows]] > 0]
+    if len(rows) == 0:
+        return []
     best = int(grade[events.name[rows]].max())
     out: list[Mark] = []
     top = rows[grade[events.name[rows]] == best]
@@ -80,24 +86,20 @@ def _named(trace: Trace, rows: Ints) -> list[Mark]:
         if out and start < out[-1].end:
             continue  # nested in the one before: counted once
         name = trace.names[events.name[i]]
-        told = said[events.name[i]]
-        assert told is not None
-        out.append(Mark(name, start, end, told, int(track)))
+        out.append(Mark(name, start, end, said[int(events.name[i])], int(track)))
     inner = rows[(grade[events.name[rows]] < best) & (events.track[rows] == track)]
     return [_told_inside(trace, mark, inner, said) for mark in out]
 
 
-def _told_inside(trace: Trace, mark: Mark, inner: Ints, said: list[grammar.StepName | None]) -> Mark:
+def _told_inside(trace: Trace, mark: Mark, inner: Ints, said: dict[int, grammar.StepName]) -> Mark:
     """Fill what the outer annotation leaves open (a ProfilerStep's phase) from the only one nested in it."""
     if mark.said.phase is not Phase.UNKNOWN or mark.said.empty:
         return mark
     starts = trace.events.ts_ns[inner]
     rows = inner[(starts >= mark.start) & (starts < mark.end)]
-    phases = {told.phase for i in rows.tolist() if (told := said[trace.events.name[i]])}
+    phases = {said[int(trace.events.name[i])].phase for i in rows.tolist()}
     if len(phases) == 1:
-        told = said[trace.events.name[rows[0]]]
-        assert told is not None
-        return replace(mark, said=replace(told, grade=mark.said.grade))
+        return replace(mark, said=replace(said[int(trace.events.name[rows[0]])], grade=mark.said.grade))
     return mark
 
 
@@ -170,8 +172,8 @@ def _host_ends(trace: Trace, marks: list[Mark], owner: Ints) -> Ints:
     """End of the last device launch or copy call of each step: sampling is often launched after the annotation."""
     last = np.full(len(marks), np.iinfo(np.int64).min, np.int64)
     calls = trace.rows(Kind.RUNTIME, Kind.DRIVER)
-    wanted = np.array([classify.call_class(n) in ("launch", "graph_launch", "memcpy", "memset", "sync") for n in trace.names] or [False])
-    calls = calls[wanted[trace.events.name[calls]] & (owner[calls] >= 0)] if len(calls) else calls
+    wanted = trace.flags("device call", CALL_KINDS, lambda n: classify.call_class(n) in _DEVICE_CALLS)
+    calls = calls[wanted[trace.events.name[calls]] & (owner[calls] >= 0)]
     np.maximum.at(last, owner[calls], trace.events.ts_ns[calls] + trace.events.dur_ns[calls])
     return last
 
@@ -180,16 +182,17 @@ def _with_unlinked(rows: Ints, tied: Links, owner: Ints, start: Ints, a: int, b:
     """Add device rows that no launch in the file explains and that begin inside the window."""
     loose = tied.device_rows[owner[tied.device_rows] < 0]
     loose = loose[(start[loose] >= a) & (start[loose] < b)]
-    return np.sort(np.concatenate([rows, loose])).astype(np.int64)
+    return np.sort(np.concatenate([rows, loose])).astype(np.int64) if len(loose) else rows
 
 
 def flagged(trace: Trace, found: list[Step], marks: list[Mark], tied: Links) -> list[Step]:
     """Mark what must stay out of averages: empty, cut-off and under-recorded steps."""
     launch_of = tied.launch_of(len(trace.events))
-    graph_call = np.array([classify.call_class(n) == "graph_launch" for n in trace.names] or [False])
-    launch_call = np.array([classify.call_class(n) in ("launch", "graph_launch") for n in trace.names] or [False])
-    is_call = np.isin(trace.events.kind, (Kind.RUNTIME, Kind.DRIVER))
-    work = np.isin(trace.events.kind, (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET))
+    graph_call = trace.flags("graph call", CALL_KINDS, lambda n: classify.call_class(n) == "graph_launch")
+    launch_call = trace.flags("any launch", CALL_KINDS, lambda n: classify.call_class(n) in ("launch", "graph_launch"))
+    kind = trace.events.kind
+    is_call = (kind == Kind.RUNTIME) | (kind == Kind.DRIVER)
+    work = (kind == Kind.KERNEL) | (kind == Kind.MEMCPY) | (kind == Kind.MEMSET)
     has_device = bool(work.any())
     seen: list[tuple[int, int, int, tuple[int, ...]]] = []
     for step in found:

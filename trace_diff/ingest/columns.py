@@ -5,22 +5,21 @@ Not for: text (split), judging the values (quarantine), ranks (load).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from trace_diff.ingest.decode import Args, Event
 from trace_diff.ingest.numbers import to_ns
+from trace_diff.ingest.schema import DEVICE_KINDS, kind_of
+from trace_diff.types import Kind
 
 Ints = npt.NDArray[np.int64]
 _NO_ARGS = Args()
 ORDINAL_BITS = 24  # args_at = block << ORDINAL_BITS | ordinal of the event in its block's text
-_columns = msgspec.structs.astuple
-_args_columns = attrgetter("correlation", "external", "external_old", "stream", "device")
+_ON_DEVICE = np.zeros(256, bool)
+_ON_DEVICE[list(DEVICE_KINDS)] = True
 
 
 class Interner(dict[Any, int]):
@@ -30,11 +29,10 @@ class Interner(dict[Any, int]):
         self[key] = number = len(self)
         return number
 
-    def of(self, values: Iterable[Any]) -> npt.NDArray[np.int32]:
+    def of(self, values: list[Any]) -> npt.NDArray[np.int32]:
         """Numbers of many values; values that cannot be keys (lists) count by their text."""
-        values = list(values)
         try:
-            return np.array(list(map(self.__getitem__, values)), np.int32)
+            return np.fromiter(map(self.__getitem__, values), np.int32, len(values))
         except TypeError:
             return np.array([self[v if isinstance(v, (str, int)) else str(v)] for v in values], np.int32)
 
@@ -69,7 +67,7 @@ def _whole(value: Any, big: Big) -> int:
 
 
 class Columns:
-    """Grows with `add`; holds one array per column and batch until `build` joins them."""
+    """Grows with `add`; holds one array per column and batch until `column` joins them."""
 
     def __init__(self) -> None:
         self.names = Interner()
@@ -81,62 +79,80 @@ class Columns:
         self.flows = 0
         self.meta_events: list[tuple[Event, int]] = []  # with the place of their text
         self.phases: dict[str, int] = {}
+        self._kinds = np.zeros(0, np.int8)
         self._blocks = 0
 
     def add(self, events: list[Event]) -> None:
         """Take the complete events of one batch; count flows and keep process names on the way."""
-        block = self._blocks
+        block = self._blocks << ORDINAL_BITS
         self._blocks += 1
-        if not events:
+        phases = [e.ph for e in events]
+        complete = phases.count("X")
+        if complete == len(events):
+            rows, ordinals = events, np.arange(len(events))
+        else:
+            chosen = [i for i, phase in enumerate(phases) if phase == "X"]
+            rows, ordinals = [events[i] for i in chosen], np.array(chosen, np.int64)
+            self._others(events, phases, complete, block)
+        if not rows:
             return
-        phases, cats, names, pids, tids, ts, dur, _ids, args = zip(*map(_columns, events), strict=True)
-        is_complete = np.array([p == "X" for p in phases])
-        keep = np.flatnonzero(is_complete)
-        if len(keep) < len(events):
-            self._others(events, phases, np.flatnonzero(~is_complete))
-            chosen = keep.tolist()
-            cats, names, pids, tids, ts, dur, args = (
-                [column[i] for i in chosen] for column in (cats, names, pids, tids, ts, dur, args)
-            )
-        if len(keep) == 0:
-            return
-        ts_ns, bad_ts = to_ns(ts)
-        dur_ns, bad_dur = to_ns(dur)
-        bad = np.zeros(len(keep), np.int8)
+        ts_ns, bad_ts = to_ns([e.ts for e in rows])
+        dur_ns, bad_dur = to_ns([e.dur for e in rows])
+        bad = np.zeros(len(rows), np.int8)
         if bad_ts is not None:
             bad[bad_ts] = 1
         if bad_dur is not None:
             bad[bad_dur & (bad == 0)] = 2
-        correlation, external, old, stream, device = zip(
-            *map(_args_columns, [a or _NO_ARGS for a in args]), strict=True
-        )
+        kind = self._kind(self.cats.of([e.cat for e in rows]))
         self._put("ts", ts_ns)
         self._put("dur", dur_ns)
         self._put("bad", bad)
-        self._put("cat", self.cats.of(cats))
-        self._put("name", self.names.of(names))
-        self._put("pid", self.pids.of(pids))
-        self._put("tid", self.tids.of(tids))
-        self._put("correlation", whole(list(correlation), self.big))
-        ext, ext_old = whole(list(external), self.big), whole(list(old), self.big)
-        self._put("external", np.where(ext == -1, ext_old, ext))
-        self._put("stream", whole(list(stream), self.big))
-        self._put("device", whole(list(device), self.big))
-        self._put("at", (block << ORDINAL_BITS) | keep)
+        self._put("kind", kind)
+        self._put("name", self.names.of([e.name for e in rows]))
+        self._put("pid", self.pids.of([e.pid for e in rows]))
+        self._put("tid", self.tids.of([e.tid for e in rows]))
+        self._put("at", ordinals | block)
+        self._arguments(rows, kind)
+
+    def _kind(self, cat: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
+        if len(self._kinds) < len(self.cats):
+            self._kinds = np.array([int(kind_of(c)) for c in self.cats], np.int8)
+        return self._kinds[cat]
+
+    def _arguments(self, rows: list[Event], kind: npt.NDArray[np.int8]) -> None:
+        """Identifiers, only from the rows that have them: Python frames have none, host rows no stream."""
+        tied = np.flatnonzero(kind != Kind.PYTHON)
+        args = [rows[i].args or _NO_ARGS for i in tied.tolist()]
+        correlation = np.full(len(rows), -1, np.int64)
+        external = np.full(len(rows), -1, np.int64)
+        correlation[tied] = whole([a.correlation for a in args], self.big)
+        found = whole([a.external for a in args], self.big)
+        external[tied] = np.where(found == -1, whole([a.external_old for a in args], self.big), found)
+        placed = np.flatnonzero(_ON_DEVICE[kind])
+        args = [rows[i].args or _NO_ARGS for i in placed.tolist()]
+        stream = np.full(len(rows), -1, np.int64)
+        device = np.full(len(rows), -1, np.int64)
+        stream[placed] = whole([a.stream for a in args], self.big)
+        device[placed] = whole([a.device for a in args], self.big)
+        self._put("correlation", correlation)
+        self._put("external", external)
+        self._put("stream", stream)
+        self._put("device", device)
 
     def _put(self, name: str, values: npt.NDArray[Any]) -> None:
         self.parts.setdefault(name, []).append(values)
 
-    def _others(self, events: list[Event], phases: tuple[Any, ...], rows: npt.NDArray[np.int64]) -> None:
-        for i in rows.tolist():
-            phase = phases[i]
-            if phase in ("s", "f", "t"):
-                self.flows += 1
-            elif phase == "M":
-                self.meta_events.append((events[i], (self._blocks - 1) << ORDINAL_BITS | i))
-            else:
-                key = str(phase)
-                self.phases[key] = self.phases.get(key, 0) + 1
+    def _others(self, events: list[Event], phases: list[Any], complete: int, block: int) -> None:
+        """Everything but complete events."""
+        flows = phases.count("s") + phases.count("f") + phases.count("t")
+        self.flows += flows
+        if complete + flows == len(events):
+            return
+        for i, phase in enumerate(phases):
+            if phase == "M":
+                self.meta_events.append((events[i], block | i))
+            elif phase not in ("X", "s", "f", "t"):
+                self.phases[str(phase)] = self.phases.get(str(phase), 0) + 1
 
     def column(self, name: str, dtype: Any = np.int64) -> npt.NDArray[Any]:
         """One whole column; its parts are given up."""

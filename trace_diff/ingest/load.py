@@ -15,7 +15,7 @@ from trace_diff.ingest.link import fill_from_flows
 from trace_diff.ingest.notes import NoteBook
 from trace_diff.ingest.quarantine import Rows, judge
 from trace_diff.ingest.reader import Progress, TraceError, chunks
-from trace_diff.ingest.schema import DEVICE_KINDS, WORK_KINDS, kind_of
+from trace_diff.ingest.schema import DEVICE_KINDS, WORK_KINDS, kind_of, mask_of
 from trace_diff.ingest.split import Splitter
 from trace_diff.ingest.store import ArgStore
 from trace_diff.ingest.trace import Trace
@@ -30,16 +30,16 @@ def load(path: str | Path, label: str | None = None, progress: Progress | None =
     """
     path = Path(path)
     notes = NoteBook()
-    columns, store = Columns(), ArgStore()
+    columns, store = Columns(), ArgStore(path)
     splitter = Splitter(notes, lambda byte, why: TraceError(path, byte, why))
     with _collector_off():
         for chunk in chunks(path, notes, progress):
             for batch in splitter.feed(chunk):
                 columns.add(batch.events)
-                store.add(batch.text)
+                store.add(batch)
         for batch in splitter.close():
             columns.add(batch.events)
-            store.add(batch.text)
+            store.add(batch)
         return _build(path, label, columns, store, splitter.meta, notes)
 
 
@@ -58,12 +58,11 @@ def _collector_off():
 def _build(
     path: Path, label: str | None, columns: Columns, store: ArgStore, meta: dict[str, Any], notes: NoteBook
 ) -> Trace:
-    cats = [kind_of(c) for c in columns.cats]
-    kind = np.array([int(k) for k in cats], np.int8)[columns.column("cat", np.int32)] if cats else np.zeros(0, np.int8)
-    _name_unknown(columns, cats, kind, notes)
+    kind = columns.column("kind", np.int8)
+    _name_unknown(columns, kind, notes)
     pid, tid = columns.column("pid", np.int32), columns.column("tid", np.int32)
     track, tracks = _tracks(columns, pid, tid)
-    on_device = np.isin(kind, DEVICE_KINDS)
+    on_device = mask_of(DEVICE_KINDS)[kind]
     stream, device = _places(columns, kind, on_device, track, tracks)
     rows = Rows(
         ts=columns.column("ts"),
@@ -75,15 +74,14 @@ def _build(
         bad=columns.column("bad", np.int8),
     )
     correlation = columns.column("correlation")
-    if columns.flows and (correlation[np.isin(kind, WORK_KINDS)] == -1).any():
+    if columns.flows and (correlation[mask_of(WORK_KINDS)[kind]] == -1).any():
         fill_from_flows(correlation, rows, track, tracks, store, notes)
     out = judge(rows, notes)
     base = int(rows.ts[~out].min()) if (~out).any() else 0
     external, at = columns.column("external"), columns.column("at")
 
     def events(mask: np.ndarray) -> Events:
-        index = np.flatnonzero(mask)
-        order = index[np.lexsort((-rows.dur[index], rows.ts[index]))]
+        order = by_start(rows.ts, rows.dur, np.flatnonzero(mask))
         return Events(
             ts_ns=rows.ts[order] - base,
             dur_ns=np.maximum(rows.dur[order], 0),
@@ -122,12 +120,27 @@ def _build(
         quarantine=events(out),
         store=store,
         rank_known=known,
-        process_names=_process_names(columns, store),
+        process_at={_plain(e.pid): at for e, at in columns.meta_events if e.name == "process_name"},
     )
 
 
-def _name_unknown(columns: Columns, cats: list[Kind], kind: np.ndarray, notes: NoteBook) -> None:
-    names = [str(c) for c, k in zip(columns.cats, cats, strict=True) if k == Kind.OTHER]
+def by_start(ts: np.ndarray, dur: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """`index` by start, the longest first among equals (a parent before its children), then as in the file."""
+    order = index[np.argsort(ts[index])]
+    starts = ts[order]
+    same = starts[1:] == starts[:-1]
+    tied = np.zeros(len(order), bool)
+    tied[1:] |= same
+    tied[:-1] |= same
+    places = np.flatnonzero(tied)
+    if len(places):
+        rows = order[places]
+        order[places] = rows[np.lexsort((rows, -dur[rows], ts[rows]))]
+    return order
+
+
+def _name_unknown(columns: Columns, kind: np.ndarray, notes: NoteBook) -> None:
+    names = [str(c) for c in columns.cats if kind_of(c) == Kind.OTHER]
     if names:
         count = int((kind == Kind.OTHER).sum())
         notes.say(f"{count} events of categories unknown to this tool, not counted: {', '.join(sorted(names))}")
@@ -135,11 +148,20 @@ def _name_unknown(columns: Columns, cats: list[Kind], kind: np.ndarray, notes: N
 
 def _tracks(columns: Columns, pid: np.ndarray, tid: np.ndarray) -> tuple[np.ndarray, list[tuple[Any, Any]]]:
     pids, tids = list(columns.pids), list(columns.tids)
-    pairs, track = np.unique(pid.astype(np.int64) * (len(tids) + 1) + tid, return_inverse=True)
-    named = [(_plain(pids[p // (len(tids) + 1)]), _plain(tids[p % (len(tids) + 1)])) for p in pairs.tolist()]
+    width = len(tids) + 1
+    key = pid.astype(np.int64) * width + tid
+    if len(pids) * width < 1 << 22:  # no sort: mark the pairs that occur
+        present = np.zeros(len(pids) * width + 1, bool)
+        present[key] = True
+        pairs = np.flatnonzero(present)
+        number = np.cumsum(present) - 1
+        track = number[key]
+    else:
+        pairs, track = np.unique(key, return_inverse=True)
     unique: dict[tuple[Any, Any], int] = {}
-    remap = np.array([unique.setdefault(pair, len(unique)) for pair in named], np.int32)
-    return (remap[track] if len(named) else track.astype(np.int32)), list(unique)
+    named = [(_plain(pids[p // width]), _plain(tids[p % width])) for p in pairs.tolist()]
+    remap = np.array([unique.setdefault(pair, len(unique)) for pair in named] or [0], np.int32)
+    return remap[track], list(unique)
 
 
 def _plain(value: Any) -> int | str:
@@ -176,13 +198,3 @@ def _digits(value: int | str) -> int:
     while k and tail[k - 1].isdigit():
         k -= 1
     return int(tail[k:]) if 0 < len(tail) - k < 10 else -1
-
-
-def _process_names(columns: Columns, store: ArgStore) -> dict[int | str, str]:
-    names: dict[int | str, str] = {}
-    for event, at in columns.meta_events:
-        if event.name == "process_name":
-            name = store.get(at).get("name")
-            if isinstance(name, str):
-                names[_plain(event.pid)] = name
-    return names

@@ -14,8 +14,8 @@ from isal import igzip_lib, isal_zlib
 
 from trace_diff.ingest.notes import NoteBook
 
-CHUNK = 1 << 22  # of decompressed text: large enough that per-chunk costs vanish, small enough to stay in cache
-_READ = 1 << 20
+CHUNK = 1 << 19  # of decompressed text: objects made from one chunk stay in cache and their memory is used again
+_READ = 1 << 18
 _GZIP = b"\x1f\x8b"
 _MARKS = (
     (codecs.BOM_UTF8, None),

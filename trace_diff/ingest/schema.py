@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
+import numpy.typing as npt
+
 from trace_diff.types import Kind
 
 # Lower-cased `cat` -> Kind. 1.8-1.12 wrote Kernel, Memcpy, Memset, Runtime, Operator; ROCm, XPU and private
@@ -40,6 +43,13 @@ WORK_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
 
 # Flow categories that tie a launch to its device row.
 LAUNCH_FLOWS = frozenset({"ac2g", "async_cpu_to_gpu", "async_gpu", "async"})
+
+
+def mask_of(kinds: tuple[Kind, ...]) -> npt.NDArray[np.bool_]:
+    """A table to index with a column of kinds: True for `kinds`."""
+    mask = np.zeros(256, bool)
+    mask[list(kinds)] = True
+    return mask
 
 
 def kind_of(category: object) -> Kind:

@@ -25,10 +25,14 @@ _HEAD_LIMIT = 1 << 28
 
 
 class Batch(NamedTuple):
-    """Some events and the well-formed text that they came from (the inside of an array)."""
+    """Some events and the well-formed text that they came from (the inside of an array).
+
+    `offset` is where that text stands in the file's text, -1 where it was mended.
+    """
 
     text: bytes
     events: list[Event]
+    offset: int
 
 
 class Splitter:
@@ -43,6 +47,7 @@ class Splitter:
         self._size = 0
         self._wanted = 0
         self._buffer = b""
+        self._offset = 0  # of the buffer's first byte in the file's text
         self._is_list = False
         self._seen = 0
 
@@ -70,8 +75,12 @@ class Splitter:
         while before != self._state:  # a state hands over to the next one inside the same text
             before = self._state
             yield from self._state(final)
-        if self._state == self._events and len(self._buffer) > 1 << 23:
+        if self._state == self._events and len(self._buffer) > 1 << 21:
             self._wanted = len(self._buffer)  # one event longer than a chunk: look again at twice the size
+
+    def _drop(self, count: int) -> None:
+        self._buffer = self._buffer[count:]
+        self._offset += count
 
     # -- before the array -------------------------------------------------------------------------------
 
@@ -80,8 +89,9 @@ class Splitter:
         skipped = len(self._buffer) - len(text)
         if text.startswith(b"["):
             self._is_list = True
-            self._start_events(text[1:])
+            self._start_events(skipped + 1)
         elif text.startswith(b"{"):
+            self._drop(skipped)
             self._find_array(text, final)
         elif final and not text:
             self._notes.cut("the file is empty")
@@ -100,7 +110,7 @@ class Splitter:
                 continue
             self.meta.update(meta)
             if opening == b"[":
-                self._start_events(text[match.end() + 1 :])
+                self._start_events(match.end() + 1)
             else:
                 self._notes.say("traceEvents is not an array")
                 self._state = self._tail
@@ -119,8 +129,8 @@ class Splitter:
         self._notes.cut(f"the file ends at byte {self._seen}, before the first event")
         self._buffer = b""
 
-    def _start_events(self, rest: bytes) -> None:
-        self._buffer = rest
+    def _start_events(self, count: int) -> None:
+        self._drop(count)
         self._state = self._events
 
     # -- inside the array -------------------------------------------------------------------------------
@@ -132,8 +142,9 @@ class Splitter:
                 text = self._buffer[:end]
                 events = _strictly(text)
                 if events is not None:
-                    self._buffer = self._buffer[start:]
-                    yield Batch(text, events)
+                    offset = self._offset
+                    self._drop(start)
+                    yield Batch(text, events, offset)
                     return
         yield from self._exactly(final)
 
@@ -153,11 +164,11 @@ class Splitter:
             self._notes.repaired += 1
             self._notes.say("a comma after the last event was left out")
         if events:
-            yield Batch(text, events)
+            yield Batch(text, events, self._offset + end - len(text))
         if found.array_end >= 0:
-            self._end_events(self._buffer[found.array_end + 1 :])
+            self._end_events(found.array_end + 1)
         else:
-            self._buffer = self._buffer[end:].lstrip(_GAP)
+            self._drop(len(self._buffer) - len(self._buffer[end:].lstrip(_GAP)))
 
     def _salvage(self, final: bool) -> Iterator[Batch]:
         out = salvage(self._buffer, final)
@@ -171,16 +182,14 @@ class Splitter:
         elif out.lost:
             notes.say("events that cannot be read were left out")
         if out.events:
-            yield Batch(b",".join(out.texts), out.events)
+            yield Batch(b",".join(out.texts), out.events, -1)
         if out.array_end >= 0:
-            self._end_events(self._buffer[out.array_end + 1 :])
-        elif final or out.cut:
-            self._buffer = b""
+            self._end_events(out.array_end + 1)
         else:
-            self._buffer = self._buffer[out.used :]
+            self._drop(len(self._buffer) if final or out.cut else out.used)
 
-    def _end_events(self, rest: bytes) -> None:
-        self._buffer = rest
+    def _end_events(self, count: int) -> None:
+        self._drop(count)
         self._state = self._tail
 
     # -- after the array --------------------------------------------------------------------------------
@@ -197,7 +206,7 @@ class Splitter:
             if meta is not None:
                 self.meta.update(meta)
                 self._notes.say("the file has more than one event array; all were read")
-                self._start_events(self._buffer[match.end() + 1 :])
+                self._start_events(match.end() + 1)
         yield from ()
 
     def _finish_tail(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +29,18 @@ class Trace:
     quarantine: Events  # rows kept out of every sum; same columns
     store: ArgStore
     rank_known: bool = True  # False: guessed (no distributedInfo, nothing in the file name)
-    process_names: dict[int | str, str] = field(default_factory=dict)
+    process_at: dict[int | str, int] = field(default_factory=dict)  # pid -> where its name stands
     cache: dict[str, Any] = field(default_factory=dict)  # results of analysis, by name
 
     def args(self, i: int) -> dict[str, Any]:
         """Arguments of event `i`, decoded now."""
         return self.store.get(int(self.events.args_at[i]))
+
+    def process_name(self, pid: int | str) -> str | None:
+        """Name of a process as the file gives it, decoded now."""
+        at = self.process_at.get(pid)
+        name = self.store.get(at).get("name") if at is not None else None
+        return name if isinstance(name, str) else None
 
     def name(self, i: int) -> str:
         """Name of event `i`."""
@@ -43,7 +50,29 @@ class Trace:
         """Indices of the events of these kinds, ascending (that is, by start)."""
         key = f"rows{kinds}"
         if key not in self.cache:
-            self.cache[key] = np.flatnonzero(np.isin(self.events.kind, kinds))
+            wanted = np.zeros(256, bool)
+            wanted[list(kinds)] = True
+            self.cache[key] = np.flatnonzero(wanted[self.events.kind])
+        return self.cache[key]
+
+    def names_of(self, *kinds: int) -> list[int]:
+        """Numbers of the names that rows of these kinds have."""
+        key = f"names{kinds}"
+        if key not in self.cache:
+            used = np.zeros(len(self.names), bool)
+            used[self.events.name[self.rows(*kinds)]] = True
+            self.cache[key] = np.flatnonzero(used).tolist()
+        return self.cache[key]
+
+    def flags(self, key: str, kinds: tuple[int, ...], test: Callable[[str], bool]) -> np.ndarray:
+        """One flag per name (and False behind them, for "no name"): `test` of the names that rows of `kinds` have.
+        `key` names the test; results are kept."""
+        key = f"flags {key}"
+        if key not in self.cache:
+            flags = np.zeros(len(self.names) + 1, bool)
+            for i in self.names_of(*kinds):
+                flags[i] = test(self.names[i])
+            self.cache[key] = flags
         return self.cache[key]
 
 
