@@ -17,7 +17,7 @@ from reports.text import micro
 if TYPE_CHECKING:
     from trace_diff.analysis import Analysis
     from trace_diff.compare import CategoryRow, Diff
-    from trace_diff.groups import GroupCell, GroupRow
+    from trace_diff.groups import GroupCell
     from trace_diff.types import Breakdown, Finding
 
 SMALL = 0.004  # rows below this share of every engine's wall are summed into one
@@ -97,7 +97,7 @@ def build(diff: Diff, analyses: Sequence[Analysis] = ()) -> DiffPage:
         phase=str(diff.engines[0].cell.get("phase") or "step"),
         engines=[_engine(diff, i) for i in range(len(diff.engines))],
         tables=[*_category_tables(diff), *_count_table(diff)],
-        layers=layer_table(diff.layers, [e.label for e in diff.engines]) if diff.layers else None,
+        layers=layer_table(diff) if diff.layers else None,
         sentences=_sentences(diff),
         context=_context(diff),
         notes=[*diff.notes, *_coverage(diff)],
@@ -155,8 +155,11 @@ def _observer(observer: dict[str, Any]) -> str:
 def _category_tables(diff: Diff) -> list[Table]:
     columns = tuple(e.label for e in diff.engines)
     walls = [e.wall_us for e in diff.engines]
+    host_only = all(e.gpu_busy_us is None for e in diff.engines)
     tables = []
     for kind, (title, note) in KINDS.items():
+        if kind == "cpu" and host_only:
+            continue  # the first table is that account already
         rows = [r for r in diff.rows if r.kind == kind]
         if not rows or not any(v for r in rows for v in r.us):
             continue
@@ -165,7 +168,7 @@ def _category_tables(diff: Diff) -> list[Table]:
         lines = [_category(r, walls) for r in sorted(big, key=lambda r: -_weight(r, walls))]
         if small and any(v for r in small for v in r.us):
             rest = [sum(r.us[i] or 0 for r in small) for i in range(len(columns))]
-            lines.append(Line(f"{len(small)} smaller rows", tuple(_time(v, w) for v, w in zip(rest, walls, strict=True))))
+            lines.append(Line(f"{len(small)} smaller row{'s' if len(small) != 1 else ''}", tuple(_time(v, w) for v, w in zip(rest, walls, strict=True))))
         if kind == "wall":
             lines.append(Line("wall", tuple(Cell(micro(w), "100 %") for w in walls), role="sum"))
         else:
@@ -181,10 +184,15 @@ def _weight(row: CategoryRow, walls: Sequence[float]) -> float:
 
 
 def _category(row: CategoryRow, walls: Sequence[float]) -> Line:
-    known = [v for v in row.us if v is not None]
-    best = min(known) if len(known) > 1 else None
+    best = _clear_best(row.us)
     cells = tuple(_time(v, w, best=v is not None and v == best) for v, w in zip(row.us, walls, strict=True))
     return Line(words(row.category), cells, palette.colour(row.category))
+
+
+def _clear_best(values: Iterable[float | None]) -> float | None:
+    """The smallest value that is there, if the next one is at least 3 % larger."""
+    known = sorted(v for v in values if v)
+    return known[0] if len(known) > 1 and known[1] > 1.03 * known[0] else None
 
 
 def _time(us: float | None, wall: float, best: bool = False) -> Cell:
@@ -218,34 +226,36 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value - round(value)) < 0.05 else f"{value:,.1f}"
 
 
-def layer_table(rows: Sequence[GroupRow], labels: Sequence[str]) -> Table:
+def layer_table(diff: Diff) -> Table:
     """Aligned groups in execution order, per layer inside layers: kernels, time, and the gap in front of them."""
-    lines, where = [], None
-    for row in rows:
+    lines: list[Line] = []
+    where = None
+    nouns = ["op" if e.gpu_busy_us is None else "kernel" for e in diff.engines]
+    for row in diff.layers:
         if row.where != where:
             where = row.where
             text = f"one layer, mean of {row.layers}" if where == "layer" else where
             lines.append(Line(text, (), role="group"))
         share = row.layers if row.where == "layer" else 1
-        best = min((c.us for c in row.cells if c.count), default=None)
-        cells = tuple(_group(c, share, best) for c in row.cells)
+        best = _clear_best(c.us for c in row.cells if c.count)
+        cells = tuple(_group(c, share, best, n) for c, n in zip(row.cells, nouns, strict=True))
         lines.append(Line(row.label, cells, palette.colour(row.classes[0]) if row.classes else ""))
     note = "Products anchor the alignment, so rows compare even where names and fusion differ."
-    return Table("Layer by layer", note, tuple(labels), tuple(lines), "work")
+    return Table("Layer by layer", note, tuple(e.label for e in diff.engines), tuple(lines), "work")
 
 
-def _group(cell: GroupCell, share: int, best: float | None) -> Cell:
+def _group(cell: GroupCell, share: int, best: float | None, noun: str) -> Cell:
     if not cell.count:
         return Cell("–")
     number = count(cell.count / share)
-    sub = f"{number} kernel{'' if number == '1' else 's'}"
+    sub = f"{number} {noun}{'' if number == '1' else 's'}"
     if cell.gap_us / share >= 0.05:
         sub += f", gaps {micro(cell.gap_us / share)}"
     return Cell(micro(cell.us / share), sub, best=cell.us == best)
 
 
 def _sentences(diff: Diff, limit: int = 5) -> list[str]:
-    """The groups for which another engine launches fewer kernels and needs less GPU time, dearest first."""
+    """The groups for which another engine launches fewer kernels and needs less time for them, dearest first."""
     found: list[tuple[float, str]] = []
     for row in diff.layers:
         if row.anchor or not row.cells[0].count:
@@ -254,7 +264,10 @@ def _sentences(diff: Diff, limit: int = 5) -> list[str]:
         for at, cell in enumerate(row.cells[1:], 1):
             if cell.count and cell.us < row.cells[0].us and row.cells[0].count > cell.count:
                 saved = row.cells[0].us + row.cells[0].gap_us - cell.us - cell.gap_us
-                found.append((saved, f"{row.sentence(0, at)} ({per})"))
+                text = row.sentence(0, at)
+                if diff.engines[0].gpu_busy_us is None:
+                    text = text.replace(" kernel", " operator")
+                found.append((saved, f"{text} ({per})"))
     return [s for _, s in sorted(found, key=lambda f: -f[0])[:limit]]
 
 

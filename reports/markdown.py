@@ -70,7 +70,7 @@ def _comparison(page: diff_page.DiffPage) -> list[str]:
     for table in page.tables:
         out += _table(table)
     if page.sentences:
-        out += ["### Fused there, not here", "", *[f"- {cell(s, 300)}" for s in page.sentences], ""]
+        out += ["### The same work with fewer launches elsewhere", "", *[f"- {cell(s, 300)}" for s in page.sentences], ""]
     if page.layers:
         out += _table(page.layers)
     for table in (*page.kernels, *page.syncs, *page.ranks):
@@ -117,6 +117,9 @@ def run(
     ]  # fmt: skip
     head = ["#", "patch", "outcome", "why", "predicted", "measured", "in trace", "speed-up", "95 %", "gates", "commit"]
     out += [*(_rows(head, table, 99) if table else ["None."]), ""]
+    if page.ablations:
+        rows = [[cell(v, 200) for v in row] for row in page.ablations]
+        out += ["## Leave one out", "", *_rows(["left out", "what it buys", "95 %", "outcome"], rows, 9), ""]
     if "timeline" in pictures:
         out += ["## One token, N engines", "", "![timeline](timeline.png)", ""]
     if findings:

@@ -53,6 +53,7 @@ class Attempt:
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)  # screen, decide, confirm -> ledger data
     outcome: str = "unfinished"
     verdict: dict[str, Any] = field(default_factory=dict)  # data of the accepted/rejected/... line
+    incumbent: str | None = None
     started: str | None = None
     ended: str | None = None
     patches: list[dict[str, Any]] = field(default_factory=list)  # from attempts/<n>/patch.json
@@ -64,7 +65,10 @@ class Attempt:
 
     @property
     def predicted_us(self) -> float | None:
-        """Sum over the series; only the end of a series is measured."""
+        """Of the whole series, which is measured at its end: as entered by the judge, else the members' sum."""
+        for data in (self.verdict, *self.stages.values()):
+            if _is_number(data.get("predicted_us")):
+                return float(data["predicted_us"])
         values = [p["predicted_us"] for p in self.proposed if _is_number(p.get("predicted_us"))]
         return float(sum(values)) if values else None
 
@@ -82,7 +86,11 @@ class Attempt:
         return tuple(dict.fromkeys(str(f) for p in self.proposed for f in p.get("finding_ids") or ()))
 
     def measured(self, stage: str = "confirm") -> Measured:
-        return measure(p for p in self.pairs if p.get("stage") == stage)
+        """One stage: medians from its pair lines; ratio and interval as the judge entered them, where it did."""
+        said = self.stages.get(stage, {})
+        if stage == "confirm" and self.outcome == "accepted":
+            said = said | {k: self.verdict[k] for k in ("ratio", "ci95") if self.verdict.get(k) is not None}
+        return judged(measure(p for p in self.pairs if p.get("stage") == stage), said)
 
     @property
     def best_measured(self) -> tuple[str, Measured] | None:
@@ -136,7 +144,14 @@ class Run:
     def headline(self) -> Measured | None:
         """The final engine against the first one: from headline pairs, None when none were run."""
         found = measure(p for p in self.kinds.get("pair", ()) if p.get("stage") == "headline")
+        said = self.last("finished").get("headline")
+        found = judged(found, said if isinstance(said, dict) else {})
         return found if found.ratio is not None else None
+
+    @property
+    def ablations(self) -> list[dict[str, Any]]:
+        """What leaving one accepted patch (or hunks of it) out did, as entered at the end of the run."""
+        return [d for d in self.kinds.get("decided", ()) if d.get("stage") == "ablate"]
 
     @property
     def product(self) -> Measured | None:
@@ -182,6 +197,16 @@ def measure(pairs: Iterable[dict[str, Any]]) -> Measured:
         math.exp(mean),
         ci,
     )
+
+
+def judged(found: Measured, said: dict[str, Any]) -> Measured:
+    """`found` with ratio and interval replaced by what the ledger says: the judge pools its noise over pairs."""
+    ratio, ci = said.get("ratio"), said.get("ci95")
+    if not found.pairs or not _is_number(ratio):
+        return found
+    both = isinstance(ci, list | tuple) and len(ci) == 2 and all(_is_number(c) and c > 0 for c in ci)
+    interval = (float(ci[0]), float(ci[1])) if both else found.ci95
+    return Measured(found.pairs, found.discarded, found.a_us, found.b_us, float(ratio), interval)
 
 
 def _ledger(path: Path) -> tuple[list[dict[str, Any]], bytes, int]:
@@ -233,20 +258,24 @@ def _attempts(directory: Path, lines: list[dict[str, Any]]) -> list[Attempt]:
         attempt.ended = line.get("t_utc")
         if kind == "proposed":
             attempt.proposed.append(data)
+            attempt.incumbent = line.get("incumbent_commit")
         elif kind == "gate":
             if data.get("gate") != "all":  # the loop's own mark that a whole stage passed
                 attempt.gates.append(data)
         elif kind == "pair":
-            attempt.pairs.append(data)
+            attempt.pairs.append(data | {"incumbent": line.get("incumbent_commit")})
         elif kind in _STAGES:
-            attempt.stages[_STAGES[kind]] = data
+            if data.get("member") is None and data.get("stage", _STAGES[kind]) == _STAGES[kind]:
+                attempt.stages[_STAGES[kind]] = data
         else:
             attempt.outcome, attempt.verdict = str(kind), data
     booked = [p for a in found.values() for p in a.pairs]
     for attempt in found.values():
         if attempt.key and any(p.get("key") == attempt.key for p in booked):
-            # Alpha is booked on the program: a retry of the same one goes on with the pairs that it already has.
-            attempt.pairs = [p for p in booked if p.get("key") == attempt.key]
+            # Alpha is booked on the program: a retry against the same incumbent goes on with the pairs it has.
+            attempt.pairs = [
+                p for p in booked if p.get("key") == attempt.key and p.get("incumbent") == attempt.incumbent
+            ]
         attempt.patches = _patches(directory / "attempts" / str(attempt.number) / "patch.json")
     return [found[n] for n in sorted(found)]
 

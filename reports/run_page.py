@@ -96,6 +96,7 @@ class RunPage:
     warnings: list[str] = field(default_factory=list)
     timing: list[tuple[str, str]] = field(default_factory=list)
     knowledge: list[str] = field(default_factory=list)
+    ablations: list[tuple[str, str, str, str]] = field(default_factory=list)  # patch, without it, 95 %, outcome
 
 
 def tok_s(us: float | None) -> str:
@@ -133,7 +134,8 @@ def build(run: Run) -> RunPage:
         command=command(run.info),
         warnings=_warnings(run),
         timing=_timing(run),
-        knowledge=[str(k.get("id") or k.get("entry") or "?") for k in run.kinds.get("knowledge_proposed", ())],
+        knowledge=_knowledge(run),
+        ablations=[_ablation(d) for d in run.ablations],
     )
 
 
@@ -219,7 +221,7 @@ def _references(run: Run) -> list[Reference]:
     """Other engines timed in the same run, and the bound: captured lines with a control time."""
     found: dict[str, float] = {}
     for data in run.kinds.get("captured", ()):
-        label, us = data.get("label") or data.get("engine"), data.get("control_us_per_token")
+        label, us = data.get("title") or data.get("label"), data.get("control_us_per_token")
         if data.get("reference") and label and isinstance(us, int | float) and us > 0:
             found[str(label)] = float(us)
     bound = _bound_us(run)
@@ -271,6 +273,25 @@ def _reason(attempt: Attempt) -> str:
     if attempt.outcome == "unfinished":
         return "the run stopped in the middle of it"
     return f"{words} ({attempt.where})" if attempt.where and words else words
+
+
+def _knowledge(run: Run) -> list[str]:
+    found: list[str] = []
+    for data in run.kinds.get("knowledge_proposed", ()):
+        entries = data.get("entries")
+        found += [str(e) for e in entries] if isinstance(entries, list) else [str(data.get("id") or "?")]
+    return found
+
+
+def _ablation(data: dict[str, Any]) -> tuple[str, str, str, str]:
+    """The pairs time the engine without the patch (a) against the final one (b): ratio below 1 is what it buys."""
+    ratio, ci = data.get("ratio"), data.get("ci95")
+    number = isinstance(ratio, int | float) and bool(data.get("pairs"))
+    low, high = ci if isinstance(ci, list) and len(ci) == 2 else (None, None)
+    span = f"{1 / high:.2f}x to {1 / low:.2f}x" if number and low and high else "n/a"
+    outcome = "dropped" if data.get("incumbent") else "kept"
+    why = str(data.get("why") or "")
+    return str(data.get("title") or "?"), times(ratio) if number else "not timed", span, f"{outcome}: {why}" if why else outcome
 
 
 def _pairs(attempt: Attempt) -> str:

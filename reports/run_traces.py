@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reports.run_data import Run
 
@@ -46,11 +46,31 @@ def _folders(run: Run) -> list[tuple[str, Path]]:
     return found + [(_reference_label(run, p), p) for p in others]
 
 
+def _said(run: Run, folder: Path) -> dict[str, Any]:
+    """The `captured` line of a folder of traces; empty when there is none."""
+    want = f"traces/{folder.name}/"
+    for data in reversed(run.kinds.get("captured", [])):
+        if data.get("label") == folder.name or any(str(t).startswith(want) for t in data.get("traces") or ()):
+            return data
+    return {}
+
+
 def _reference_label(run: Run, folder: Path) -> str:
-    for data in run.kinds.get("captured", ()):
-        if folder.name in (data.get("folder"), data.get("label")) and data.get("title"):
-            return str(data["title"])[:60]
-    return {"hf": "Hugging Face", "vllm": "vLLM"}.get(folder.name, folder.name)[:60]
+    named = _said(run, folder).get("title")
+    return str(named or {"hf": "Hugging Face", "vllm": "vLLM"}.get(folder.name, folder.name))[:60]
+
+
+def _stated(run: Run, folder: Path) -> tuple[dict[str, Any], float | None]:
+    """What the run knows of a capture and a trace may not say: TP, batch, data type; and its unprofiled step."""
+    data = _said(run, folder)
+    stated = {k: data[k] for k in ("tp", "batch") if isinstance(data.get(k), int)}
+    if "batch" in stated:
+        stated["tokens"] = stated["batch"]
+    dtype = (data.get("metadata") or {}).get("dtype")
+    if isinstance(dtype, str):
+        stated["dtype"] = dtype
+    control = data.get("control_us_per_token")
+    return stated, float(control) if isinstance(control, int | float) else None
 
 
 def load(run: Run) -> RunTraces:
@@ -68,15 +88,17 @@ def load(run: Run) -> RunTraces:
             if not files:
                 notes.append(f"traces/{folder.name}: no trace files")
                 continue
-            analyses.append(api.analyse(api.load(_as_paths(files), label)))
+            stated, control = _stated(run, folder)
+            found = api.analyse(api.load(_as_paths(files), label), **stated)
+            analyses.append(found.with_control(control))
         except (TraceError, ValueError, OSError) as error:
             notes.append(f"traces/{folder.name}: {error}")
     if not analyses:
         return RunTraces(notes=tuple(notes))
     last = max((i for i, a in enumerate(analyses) if a.label.startswith("after")), default=0)
     references = [a for i, a in enumerate(analyses) if i > last]
-    found = api.find(analyses[last], references)
-    return RunTraces(tuple(analyses), api.compare(analyses), tuple(found), tuple(notes))
+    answers = api.find(analyses[last], references)
+    return RunTraces(tuple(analyses), api.compare(analyses), tuple(answers), tuple(notes))
 
 
 def _as_paths(files: Sequence[Path]) -> list[str | Path]:
