@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from optimizer import procfs
 from optimizer.types import Stream
 
 BAND_NAMES = ("equal", "reorder", "tolerance", "wrong")
@@ -134,7 +135,9 @@ class Oracle:
             reordered=sum(0 < gap <= self.bands.reorder for gap in gaps),
         )
 
-    def logprobs(self, streams: Sequence[Stream], wanted: Sequence[Sequence[Sequence[int]]]) -> list[list[list[float]]]:
+    def logprobs(
+        self, streams: Sequence[Stream], wanted: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[list[float]]]:
         """Log-probabilities of the `wanted` ids at each output position of each stream."""
         return self._ask(
             "logprobs",
@@ -142,6 +145,14 @@ class Oracle:
             outputs=[list(s.token_ids) for s in streams],
             wanted=[[list(ids) for ids in stream] for stream in wanted],
         )["values"]
+
+    def mass(self, streams: Sequence[Stream], temperature: float) -> list[list[tuple[float, float]]]:
+        """At each output position: (mass of all tokens likelier than the emitted one, its own mass)."""
+        outputs = [list(s.token_ids) for s in streams]
+        answer = self._ask(
+            "mass", prompts=[list(s.prompt_ids) for s in streams], outputs=outputs, temperature=temperature
+        )
+        return [[(above, own) for above, own in stream] for stream in answer["values"]]
 
     def logits(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """float32 [prompts, vocabulary]: logits of the token after each prompt."""
@@ -151,6 +162,15 @@ class Oracle:
     def generate(self, prompts: Sequence[Sequence[int]], n: int) -> list[tuple[int, ...]]:
         """`n` greedy tokens after each prompt; end-of-text does not stop."""
         return [tuple(t) for t in self._ask("generate", prompts=[list(p) for p in prompts], n=n)["tokens"]]
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the oracle's process so far: what verification costs."""
+        return self._link.cpu_s()
+
+    def machine(self, bytes_read: int) -> tuple[float, float]:
+        """(bytes/s, FLOP/s) that one rank of this machine reaches at best, measured in the oracle's process."""
+        answer = self._ask("machine", bytes_read=bytes_read)
+        return answer["bytes_s"], answer["flops_s"]
 
     def _ask(self, ask: str, **arguments: Any) -> dict[str, Any]:
         return self._link.ask(ask, self.model_dir, **arguments)
@@ -174,7 +194,11 @@ class _Link:
         self._lock = threading.Lock()
         self._pending = False
         self.dtype = ""
-        env = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")}
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if k in ("PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+        }
         env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
@@ -205,7 +229,12 @@ class _Link:
             return self._receive(ask)
 
     def _send(self, ask: str, model_dir: Path, arguments: dict[str, Any]) -> None:
-        request = {"ask": ask, "model_dir": str(model_dir), "device": self._device, "dtype": self._asked_dtype}
+        request = {
+            "ask": ask,
+            "model_dir": str(model_dir),
+            "device": self._device,
+            "dtype": self._asked_dtype,
+        }
         data = msgspec.msgpack.encode(request | arguments)
         assert self._process.stdin is not None
         if self._process.stdin.closed:
@@ -239,6 +268,9 @@ class _Link:
                 raise OracleError(f"oracle, {ask}: the process ended\n{self._last_words()}")
             data += piece
         return bytes(data)
+
+    def cpu_s(self) -> float:
+        return procfs.cpu_s(self._process.pid)
 
     def _last_words(self) -> str:
         self._stderr.seek(0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 import msgspec
@@ -40,7 +41,7 @@ class Worker:
         while len(self.models) >= keep:
             self.models.pop(next(iter(self.models)))
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=self.dtype, local_files_only=True)
-        self.models[model_dir] = model.to(self.device).eval()
+        self.models[model_dir] = model.to(self.device).eval()  # pyright: ignore[reportArgumentType]
         return self.models[model_dir]
 
     def rows(self, model: Any, prompts: list[list[int]], outputs: list[list[int]]):
@@ -70,7 +71,9 @@ class Worker:
         for start in range(0, len(hidden), MAX_ROWS_PER_HEAD):
             yield start, model.lm_head(hidden[start : start + MAX_ROWS_PER_HEAD]).float()
 
-    def score(self, model: Any, prompts: list[list[int]], outputs: list[list[int]], **_: Any) -> dict[str, Any]:
+    def score(
+        self, model: Any, prompts: list[list[int]], outputs: list[list[int]], **_: Any
+    ) -> dict[str, Any]:
         """Per stream: `gaps` (top logit minus the emitted token's, >= 0) and `best` (the oracle's tokens)."""
         gaps: list[list[float]] = [[] for _ in outputs]
         best: list[list[int]] = [[] for _ in outputs]
@@ -86,7 +89,12 @@ class Worker:
         return {"gaps": gaps, "best": best}
 
     def logprobs(
-        self, model: Any, prompts: list[list[int]], outputs: list[list[int]], wanted: list[list[list[int]]], **_: Any
+        self,
+        model: Any,
+        prompts: list[list[int]],
+        outputs: list[list[int]],
+        wanted: list[list[list[int]]],
+        **_: Any,
     ) -> dict[str, Any]:
         """Per stream and position: log-probabilities of the `wanted` ids, and of the best token."""
         values: list[list[list[float]]] = [[] for _ in outputs]
@@ -95,6 +103,20 @@ class Worker:
                 table = torch.log_softmax(logits, dim=-1).cpu()
                 for row in range(len(table)):
                     values[i].append(table[row, wanted[i][start + row]].tolist())
+        return {"values": values}
+
+    def mass(
+        self, model: Any, prompts: list[list[int]], outputs: list[list[int]], temperature: float, **_: Any
+    ) -> dict[str, Any]:
+        """Per stream and position: (mass of all likelier tokens, the token's own mass) at `temperature`."""
+        values: list[list[tuple[float, float]]] = [[] for _ in outputs]
+        for i, hidden in self.rows(model, prompts, outputs):
+            for start, logits in self.logits(model, hidden):
+                table = torch.softmax(logits.double() / temperature, dim=-1).cpu()
+                for row, probabilities in enumerate(table):
+                    own = probabilities[outputs[i][start + row]]
+                    above = probabilities[probabilities > own].sum()
+                    values[i].append((float(above), float(own)))
         return {"values": values}
 
     def distribution(self, model: Any, prompts: list[list[int]], **_: Any) -> dict[str, Any]:
@@ -109,14 +131,36 @@ class Worker:
         """`n` greedy tokens after each prompt (end-of-text does not stop), with the model's own cache."""
         out = []
         for prompt in prompts:
-            ids, cache, tokens = torch.tensor([prompt], device=self.device), None, []
-            for _ in range(n):
+            ids, cache = torch.tensor([prompt], device=self.device), None
+            tokens: list[int] = []
+            for _step in range(n):
                 result = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = result.past_key_values
                 ids = result.logits[:, -1:].argmax(dim=-1)
                 tokens.append(int(ids))
             out.append(tokens)
         return {"tokens": out}
+
+    def machine(self, model: Any, bytes_read: int, **_: Any) -> dict[str, Any]:
+        """What one rank of this machine can do at best: `bytes_s` (reading `bytes_read` over and over), `flops_s`."""
+        kind = self.dtype if self.device.type == "cuda" else torch.float32
+        data = torch.ones(max(1, bytes_read // kind.itemsize), dtype=kind, device=self.device)
+        square = torch.ones(
+            (1024, 1024) if self.device.type == "cpu" else (8192, 8192), dtype=kind, device=self.device
+        )
+        read_s = self._best(lambda: data.sum())
+        product_s = self._best(lambda: square @ square)
+        return {"bytes_s": data.nbytes / read_s, "flops_s": 2 * square.shape[0] ** 3 / product_s}
+
+    def _best(self, work: Any, repeats: int = 7) -> float:
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            work()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times)
 
 
 def choose(model_dir: str, device: str, dtype: str) -> str:
@@ -145,7 +189,7 @@ def serve(source: Any, sink: Any) -> None:
             ask = request.pop("ask")
             answer = {} if ask == "load" else getattr(worker, ask)(model, **request)
             answer["dtype"] = str(worker.dtype).removeprefix("torch.")
-        except Exception as error:  # noqa: BLE001: whatever fails here is the oracle's answer to its parent
+        except Exception as error:  # noqa: BLE001  whatever fails here is the oracle's answer to its parent
             answer = {"error": f"{type(error).__name__}: {error}"}
         data = msgspec.msgpack.encode(answer)
         sink.write(len(data).to_bytes(4, "big") + data)

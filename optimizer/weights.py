@@ -74,27 +74,42 @@ def write_perturbed(model_dir: Path, out: Path, layer: int, seed: int) -> Path:
 
 
 def _rewrite(model_dir: Path, out: Path, seed: int, label: str, changed: Any) -> Path:
-    stamp = out / ".hotloop-weights"
+    stamp = out.with_name(
+        out.name + ".stamp"
+    )  # beside, not inside: an engine must not see which weights it has
     wanted = f"{label} {fingerprint(model_dir)}"
-    if stamp.is_file() and stamp.read_text() == wanted:
+    if stamp.is_file() and stamp.read_text() == wanted and out.is_dir():
         return out
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     stored = sorted(model_dir.glob("*.safetensors"))
     for path in _files(model_dir):
         if path.suffix != ".safetensors":
-            shutil.copyfile(path, out / path.name)
+            shutil.copy2(path, out / path.name)
+    ends = eos_ids(model_dir)
     for path in stored:
         header = read_header(path)
         if any(changed(name) for name in header):
-            _write_file(path, out / path.name, header, seed, changed)
+            _write_file(path, out / path.name, header, seed, changed, ends)
+            shutil.copystat(path, out / path.name)
         else:
             _link(path, out / path.name)
     if not stored:
         config = json.loads((model_dir / "config.json").read_text())
-        _write_file(None, out / "model.safetensors", qwen3_header(config), seed, changed)
+        _write_file(None, out / "model.safetensors", qwen3_header(config), seed, changed, ends)
     stamp.write_text(wanted)
     return out
+
+
+def eos_ids(model_dir: Path) -> frozenset[int]:
+    """End-of-text ids of a model: those of config.json and generation_config.json."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = Path(model_dir) / name
+        if path.is_file():
+            value = json.loads(path.read_text()).get("eos_token_id")
+            found |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+    return frozenset(found)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -146,7 +161,12 @@ def qwen3_header(config: dict[str, Any], dtype: str = "BF16") -> dict[str, dict[
 
 
 def _write_file(
-    source: Path | None, target: Path, header: dict[str, dict[str, Any]], seed: int, changed: Any
+    source: Path | None,
+    target: Path,
+    header: dict[str, dict[str, Any]],
+    seed: int,
+    changed: Any,
+    ends: frozenset[int],
 ) -> None:
     ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"][0])
     text = json.dumps({"__metadata__": {"format": "pt"}} | dict(ordered)).encode()
@@ -159,7 +179,7 @@ def _write_file(
         out.write(len(text).to_bytes(8, "little") + text)
         for name, entry in ordered:
             if changed(name):
-                for block in _draw(name, entry, seed):
+                for block in _draw(name, entry, seed, ends):
                     out.write(block)
             else:
                 assert source is not None
@@ -169,20 +189,30 @@ def _write_file(
                     out.write(handle.read(end - start))
 
 
-def _draw(name: str, entry: dict[str, Any], seed: int) -> Iterator[bytes]:
-    """The bytes of one tensor: a function of its name, its shape and the seed alone."""
+def _draw(name: str, entry: dict[str, Any], seed: int, ends: frozenset[int]) -> Iterator[bytes]:
+    """The bytes of one tensor: a function of its name, its shape, the seed and the end-of-text ids alone."""
     shape, dtype = entry["shape"], entry["dtype"]
     if dtype not in _SIZES:
         raise ValueError(f"{name}: no random weights in dtype {dtype}; known: {', '.join(_SIZES)}")
     key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
     rng = np.random.Generator(np.random.Philox(int.from_bytes(key, "big")))
     mean, std = _moments(name, shape)
-    left = math.prod(shape)
-    while left:
-        count = min(left, 1 << 20)
-        values = (mean + std * rng.standard_normal(count, dtype=np.float32)).astype(np.float32)
-        yield _encode(values, dtype)
-        left -= count
+    width = shape[-1]
+    rows = math.prod(shape) // width
+    step = max(1, (1 << 20) // width)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        values = mean + std * rng.standard_normal((count, width), dtype=np.float32)
+        if "embed_tokens" in name or "lm_head" in name:
+            for token in ends:
+                if first <= token < first + count:
+                    values[token - first] *= _eos_gain(rows)
+        yield _encode(values.astype(np.float32).reshape(-1), dtype)
+
+
+def _eos_gain(vocabulary: int) -> float:
+    """Makes end-of-text the likeliest token about once in ten: its logit must beat the best of all the others."""
+    return math.sqrt(2 * math.log(vocabulary)) / 1.4
 
 
 def _moments(name: str, shape: list[int]) -> tuple[float, float]:

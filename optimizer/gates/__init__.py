@@ -11,7 +11,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from optimizer.client import ClientError
-from optimizer.gates import boot, greedy, logprobs, policy, scope, sealed
+from optimizer.gates import (
+    boot,
+    drift,
+    greedy,
+    logprobs,
+    parallel,
+    perturb,
+    physics,
+    policy,
+    races,
+    resources,
+    sampling,
+    scope,
+    sealed,
+    shapes,
+    startup,
+    witness,
+)  # fmt: skip
 from optimizer.gates.context import Failed, GateContext, Lab, Setup, failed
 from optimizer.launch import LaunchError
 from optimizer.types import GateResult, RejectReason
@@ -36,7 +53,24 @@ QUICK: tuple[Gate, ...] = (
     Gate("greedy", "G08", greedy.check),
     Gate("logprobs", "G07", logprobs.check),
 )
-FULL: tuple[Gate, ...] = ()
+# Neighbours that need the same engine share its launch: secret weights at one rank, one layer changed at the TP that is
+# optimised, hostile memory at one rank, the other TP sizes, and last the incumbent.
+FULL: tuple[Gate, ...] = (
+    Gate("swap", "G14", shapes.swap),
+    Gate("shapes", "G12", shapes.check),
+    Gate("physics", "G17", physics.check),
+    Gate("drift", "G07", drift.check),
+    Gate("sampling", "G13", sampling.check),
+    Gate("perturb", "G15", perturb.check),
+    Gate("delays", "G20", races.delays),
+    Gate("resources", "G19", resources.ranks),
+    Gate("witness", "G18", witness.check),
+    Gate("poison", "G20", races.poison),
+    Gate("leak", "G19", resources.leak),
+    Gate("parallel", "G12", parallel.check),
+    Gate("startup", "G21", startup.check),
+    Gate("memory", "G19", resources.against_incumbent),
+)
 
 
 def run(stage: str, ctx: GateContext) -> Iterator[GateResult]:
@@ -74,7 +108,7 @@ def chosen(stage: str, ctx: GateContext) -> tuple[Gate, ...]:
 
 def one(gate: Gate, lab: Lab) -> GateResult:
     """Run one gate; every way in which a candidate can break it becomes a result. Adds the time it took."""
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), lab.cpu_s()
     try:
         result = gate.run(lab)
     except Failed as error:
@@ -83,4 +117,5 @@ def one(gate: Gate, lab: Lab) -> GateResult:
         result = failed(gate.name, gate.check, error.reason, error.detail)
     except ClientError as error:
         result = failed(gate.name, gate.check, RejectReason.CRASH, str(error))
-    return replace(result, seconds=time.perf_counter() - began)
+    facts = result.facts | {"cpu_s": round(lab.cpu_s() - cpu, 3)}
+    return replace(result, seconds=time.perf_counter() - began, facts=facts)

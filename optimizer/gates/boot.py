@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from optimizer import sandbox
+from optimizer.gates import startup
 from optimizer.gates.context import Lab, failed, passed
 from optimizer.types import GateResult, RejectReason
 
@@ -36,8 +37,11 @@ def check(lab: Lab) -> GateResult:
     foreign = sorted(foreign_engines(server.maps(), " ".join(ctx.target.serve)))
     if foreign:
         return failed("boot", "G06", RejectReason.POLICY, f"another engine's library is loaded: {foreign[0]}")
+    first_s = startup.first_answer(lab, lab.setup())
     census = server.census()
-    return passed("boot", "G05 G06", start_s=server.start_s, sandbox=server.level.name, **census)
+    return passed(
+        "boot", "G05 G06", start_s=server.start_s, first_answer_s=first_s, sandbox=server.level.name, **census
+    )
 
 
 def foreign_engines(maps: set[str], serve: str) -> set[str]:

@@ -55,6 +55,7 @@ class Lab:
     ctx: GateContext
     notes: dict[str, Any] = field(default_factory=dict)
     starts: list[tuple[Setup, float]] = field(default_factory=list)  # every launch and its start-up seconds
+    _spent: float = 0.0
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _setup: Setup | None = None
     _server: Server | None = None
@@ -110,12 +111,20 @@ class Lab:
         """Secret prompts of this candidate's evaluation: drawn when asked for, so after its engine is up."""
         return self.ctx.prompts.draw(f"gate/{self.ctx.candidate_commit}/{name}", n, tokens, **kinds)
 
+    def cpu_s(self) -> float:
+        """CPU seconds of all engines, of the oracle where it says so, and of this process."""
+        running = 0.0 if self._server is None else self._server.cpu_s()
+        oracle = getattr(self.ctx.oracle, "cpu_s", lambda: 0.0)()
+        return self._spent + running + oracle + time.process_time()
+
     def close(self) -> None:
+        if self._server is not None:
+            self._spent += self._server.cpu_s()
         self._server = self._setup = None
         self._open.close()
 
 
-SMALL_CACHE_PAGES = 40
+SMALL_CACHE_PAGES = 48
 
 
 def ask(server: Server, requests: list[Request], seconds: float = 60.0) -> list[Stream]:

@@ -116,16 +116,3 @@ def tokenizer_of(model_dir: Path) -> Any:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))
-
-
-def eos_ids(model_dir: Path) -> frozenset[int]:
-    """End-of-text ids: config.json's and generation_config.json's."""
-    import json
-
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = model_dir / name
-        if path.is_file():
-            value = json.loads(path.read_text()).get("eos_token_id")
-            found |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
-    return frozenset(found)
