@@ -53,6 +53,7 @@ PROTOCOLS: dict[str, Protocol] = {
     "quick": Protocol(
         "quick", calibrate_pairs=3, screen_pairs=2, decide_pairs=3, confirm_pairs=3, headline_pairs=3,
         cell=_CPU["decode"], guard_cells=(Cell("batch4", 16, 8, concurrency=4, requests=4),), warmup_steps=16,
+        full_gates=("swap", "shapes", "perturb", "delays"),
     ),
     "full": Protocol(
         "full", calibrate_pairs=6, screen_pairs=3, decide_pairs=6, confirm_pairs=6, headline_pairs=12,
