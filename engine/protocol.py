@@ -297,14 +297,29 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest(f"messages must be a non-empty list; got {_shown(messages)}", "messages")
+    plain = []
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise BadRequest(f"messages[{i}] must be an object", "messages")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+        known = {"role": message.get("role"), "content": _content(message.get("content"))}
+        for key, value in known.items():
+            if not isinstance(value, str):
                 raise BadRequest(f"messages[{i}].{key} must be a string", "messages")
-            _text(message[key], "messages")
-    return messages
+            _text(value, "messages")
+        plain.append(message | known)
+    return plain
+
+
+def _content(value: Any) -> Any:
+    """A list of text parts is the text they make."""
+    if not isinstance(value, list):
+        return value
+    parts: list[str] = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            return None
+        parts.append(part["text"])
+    return "".join(parts)
 
 
 def _text(value: str, field: str) -> str:

@@ -24,6 +24,7 @@ from engine.worker import Shutdown, Worker, serve_rank
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_GRACE_S = 5.0
+_UNUSABLE = 2  # exit code for options or a model that cannot be used
 
 
 class Ranks:
@@ -78,13 +79,14 @@ class Ranks:
         gone = wait([process.sentinel for process in self._processes])
         if self._stopping.is_set():
             return
-        for process in self._processes:
-            if process.sentinel in gone:
-                process.join()
+        dead = [process for process in self._processes if process.sentinel in gone]
+        for process in dead:
+            process.join()
+            if process.exitcode != _UNUSABLE:  # that one has said why
                 sys.stderr.write(f"{process.name} died (exit code {process.exitcode}); the server stops\n")
         self.kill()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(_UNUSABLE if any(process.exitcode == _UNUSABLE for process in dead) else 1)
 
 
 def _rank_main(
@@ -104,7 +106,7 @@ def _rank_main(
         parallel.leave()
     except ConfigError as error:
         sys.stderr.write(f"rank {rank}: {error}\n")
-        sys.exit(2)
+        sys.exit(_UNUSABLE)
     except EOFError:  # rank 0 is gone
         os._exit(1)
     except Exception:  # noqa: BLE001  whatever it was: say so and die, for the others wait in a collective

@@ -10,19 +10,21 @@ import torch
 
 from engine.request import Sequence, TokenLogprobs
 
+GREEDY_BELOW = 1e-5  # temperatures that would overflow the scaled logits mean greedy, as in vLLM
+
 
 def sample(logits: torch.Tensor, sequences: list[Sequence], eos_token_ids: tuple[int, ...]) -> torch.Tensor:
     """logits [N, vocab] of the N sequences -> token ids [N] int64."""
     logits = _forbid_eos(logits.float(), sequences, eos_token_ids)
     greedy = logits.argmax(dim=-1)
-    if all(s.params.temperature == 0 for s in sequences):
+    if all(s.params.temperature < GREEDY_BELOW for s in sequences):
         return greedy
     device = logits.device
     temperature = torch.tensor([s.params.temperature for s in sequences], device=device)
     top_k = torch.tensor([s.params.top_k or logits.shape[-1] for s in sequences], device=device)
     top_p = torch.tensor([s.params.top_p for s in sequences], device=device)
     draws = torch.tensor([s.draws.random() for s in sequences], device=device)
-    is_greedy = temperature == 0
+    is_greedy = temperature < GREEDY_BELOW
     scaled = logits / torch.where(is_greedy, 1.0, temperature).unsqueeze(1)
     drawn = draw(torch.softmax(scaled, dim=-1), top_k, top_p, draws)
     return torch.where(is_greedy, greedy, drawn)

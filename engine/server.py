@@ -107,7 +107,11 @@ class HttpServer:
             Route("/start_profile", self.start_profile, methods=["POST"]),
             Route("/stop_profile", self.stop_profile, methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {BadRequest: _bad_request, HTTPException: _http_error}
+        handlers: dict[Any, Any] = {
+            BadRequest: _bad_request,
+            HTTPException: _http_error,
+            Exception: _server_error,  # uvicorn logs the traceback
+        }
         return Starlette(routes=routes, exception_handlers=handlers)
 
     # --- plain endpoints --------------------------------------------------------------------------------
@@ -276,7 +280,7 @@ class HttpServer:
 
     def _deliver(self, outputs: list[Output]) -> None:
         """Called by the step loop: one hand-over a step, whatever the batch."""
-        if self._loop is not None:
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._distribute, outputs)
 
     def _distribute(self, outputs: list[Output]) -> None:
@@ -305,6 +309,10 @@ async def _http_error(_: Request, error: HTTPException) -> Response:
     return JSONResponse(
         protocol.error_body(error.detail, None, error.status_code), error.status_code, headers=error.headers
     )
+
+
+async def _server_error(_: Request, error: Exception) -> Response:
+    return JSONResponse(protocol.error_body(f"{type(error).__name__}: {error}", None, 500), 500)
 
 
 def _event(chunk: dict[str, Any]) -> str:

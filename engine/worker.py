@@ -169,7 +169,7 @@ def model_hash(options: EngineConfig) -> str:
     if options.load_format != "dummy":
         files += sorted(options.model.glob("*.safetensors"))
     in_full = sum(path.stat().st_size for path in files) <= _HASHED_IN_FULL
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"dummy {options.seed}".encode() if options.load_format == "dummy" else b"")
     for path in files:
         with path.open("rb") as handle:
             if in_full or path.suffix == ".json":

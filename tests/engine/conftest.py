@@ -75,7 +75,7 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=256,
+        max_position_embeddings=4608,
         tie_word_embeddings=False,
         initializer_range=0.2,
         rope_parameters={"rope_type": "default", "rope_theta": 50000.0},

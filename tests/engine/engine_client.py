@@ -116,7 +116,7 @@ class RunningServer:
     def stop(self) -> int:
         """SIGTERM -> exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -124,7 +124,7 @@ class RunningServer:
             self.process.wait()
 
 
-def wait_gone(pids: list[int], limit_s: float = 10.0) -> bool:
+def wait_gone(pids: list[int], limit_s: float = 60.0) -> bool:
     """Whether all processes ended in time."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:

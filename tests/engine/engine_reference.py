@@ -8,18 +8,18 @@ import torch
 
 
 class Reference:
-    """transformers' Qwen3 in float32. Judges tokens teacher-forced: by induction the same as free-running."""
+    """transformers' Qwen3. Judges tokens teacher-forced: by induction the same as free-running."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
 
     def logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
         """[len(output), vocab]: the logits from which each token of `output` is chosen."""
         with torch.inference_mode():
-            logits = self.model(torch.tensor([prompt + output])).logits[0]
+            logits = self.model(torch.tensor([prompt + output], device=self.model.device)).logits[0]
         return logits[len(prompt) - 1 : -1]
 
     def accepts(self, prompt: list[int], output: list[int]) -> bool:

@@ -90,6 +90,13 @@ def test_every_request_of_a_batch_keeps_its_own_settings(reference, random_promp
     assert len(free) > 30
 
 
+def test_a_temperature_close_to_zero_is_greedy(reference, random_prompts):
+    logits = reference.logits(random_prompts([25], seed=2)[0], [0]).expand(2, -1)
+    rows = [SamplingParams(temperature=1e-38, seed=1), SamplingParams(temperature=1e-4, seed=1)]
+    tokens = sampler.sample(logits, [Sequence(i, [0], p) for i, p in enumerate(rows)], ()).tolist()
+    assert tokens == [int(logits[0].argmax())] * 2
+
+
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2**-30])
 def test_extreme_draws_stay_inside_the_kept_tokens(uniform):
     probs = torch.tensor([[0.1, 0.0, 0.6, 0.3]])

@@ -114,6 +114,12 @@ def test_options_that_cannot_be_used_end_with_code_2(argv, says, tiny, capfd):
     assert says in capfd.readouterr().err
 
 
+def test_an_address_that_cannot_be_had_ends_with_code_1(tiny, capfd, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own handlers stay
+    assert main(["--model", str(tiny), "--num-kv-blocks", "4", "--uds", "/nonexistent/s.sock"]) == 1
+    assert "HTTP server: " in capfd.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused(tiny, capfd):
     assert main(["--model", str(tiny), "--device", "cuda"]) == 2
@@ -129,12 +135,21 @@ def test_dummy_weights_depend_on_the_seed_alone(tiny, random_prompts):
     assert runs[0] == runs[1] != runs[2]
 
 
+def test_a_rank_that_cannot_load_ends_the_server_with_code_2(odd_model, tmp_path):
+    shards = tmp_path / "shards"
+    shutil.copytree(odd_model, shards)
+    sorted(shards.glob("*.safetensors"))[1].unlink()
+    server = RunningServer(shards, 2, tmp_path)
+    assert server.process.wait(60) == 2
+    assert "no such file, but model.safetensors.index.json names it" in server.log.read_text()
+
+
 def test_a_rank_that_dies_takes_the_server_with_it(tiny, tmp_path):
     server = RunningServer(tiny, 2, tmp_path).wait_ready()
     (rank,) = server.ranks()
     connection, _ = server.open_stream("/v1/completions", {"prompt": [5], "max_tokens": 900, "ignore_eos": True})
     os.kill(rank, signal.SIGKILL)
-    assert server.process.wait(10) == 1
+    assert server.process.wait(60) == 1
     connection.close()
     assert "rank1 died (exit code -9)" in server.log.read_text()
 

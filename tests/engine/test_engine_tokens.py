@@ -107,8 +107,62 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def test_a_prompt_of_4096_tokens(odd_model, random_prompts):
+    engine = LocalEngine(odd_model, num_kv_blocks=260, max_model_len=4160)
+    (prompt,) = random_prompts([4096], vocab=301)
+    (result,) = engine.generate([prompt], max_tokens=4)
+    assert Reference(odd_model).accepts(prompt, result.tokens)
+
+
+def _sharpen_one_layer(layers):
+    layers[1].self_attn.q_norm.weight *= 1.1
+
+
+def _skip_one_norm(layers):
+    layers[2].self_attn.k_norm.weight.fill_(1.0)
+
+
+def _lose_a_partial_sum(layers):
+    layers[3].self_attn.o_proj.weight[:, -64:] = 0.0
+
+
+def _swap_two_kv_heads(layers):
+    rows = layers[0].self_attn.k_proj.weight
+    rows[:64] = rows[:64].roll(32, 0)
+
+
+@pytest.mark.parametrize(
+    "fault", [_sharpen_one_layer, _skip_one_norm, _lose_a_partial_sum, _swap_two_kv_heads]
+)
+def test_the_reference_notices_a_fault(fault, tiny, reference, random_prompts):
+    engine = LocalEngine(tiny, num_kv_blocks=64)
+    with torch.no_grad():
+        fault(engine.core.worker.runner.model.model.layers)
+    prompts = random_prompts([15, 33, 48, 7, 60, 20])
+    results = engine.generate(prompts, max_tokens=24)
+    assert not all(reference.accepts(p, r.tokens) for p, r in zip(prompts, results, strict=True))
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_in_bfloat16_tokens_differ_from_transformers_only_at_near_ties(device, tiny, random_prompts):
+    options = {} if device == "cpu" else {"gpu_memory_utilization": 0.2}
+    engine = LocalEngine(tiny, device=device, dtype="bfloat16", **options)
+    reference = Reference(tiny, torch.bfloat16, device)
+    prompts = random_prompts(BOUNDARIES)
+    gaps = []
+    for prompt, result in zip(prompts, engine.generate(prompts, max_tokens=20), strict=True):
+        logits = reference.logits(prompt, result.tokens).float().cpu()
+        chosen = logits.gather(1, torch.tensor(result.tokens).unsqueeze(1)).squeeze(1)
+        gaps += (logits.max(-1).values - chosen).tolist()
+    assert max(gaps) < 0.5  # bfloat16 moves these logits by up to 0.45, the mildest fault by 1.1
+    assert sum(gap == 0 for gap in gaps) > 0.9 * len(gaps)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@needs_gpu
 def test_cuda_in_float32_decodes_as_transformers_does(tiny, reference, random_prompts):
     engine = LocalEngine(tiny, device="cuda", dtype="float32", gpu_memory_utilization=0.2)
     prompts = random_prompts(BOUNDARIES)
