@@ -88,11 +88,11 @@ def _complete(server: Server, requests: list[Request]) -> list[Stream]:
 
 
 def us_per_token(streams: Sequence[Stream]) -> float | None:
-    """Median over streams of the wall per output token after the first, in microseconds."""
+    """Median over streams of the wall per output token after the first, in microseconds; None when all came at once."""
     spans = [
         (s.arrivals_ns[-1] - s.arrivals_ns[0]) / 1000 / (len(s.arrivals_ns) - 1) for s in streams if len(s.arrivals_ns) > 1
     ]
-    return statistics.median(spans) if spans else None
+    return (statistics.median(spans) or None) if spans else None
 
 
 def _collect(server: Server, out: Path, tp: int) -> tuple[Path, ...]:

@@ -5,6 +5,7 @@ Every error of the user is one line on stderr and exit status 2. Not for: any wo
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -253,7 +254,9 @@ def main() -> None:
 
 
 def _known(error: Exception) -> bool:
-    """Errors whose message is meant for the user, by the modules that raise them."""
+    """Errors whose message is meant for the user, by the modules that raise them; and a full disk."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        return True
     names = {
         "Refused", "TargetError", "RunError", "LedgerBroken", "LedgerBusy", "NotApplied", "NothingToExport",
         "SealBroken", "Differs", "LaunchError", "SandboxError", "OracleError", "DiagnoseError", "WeightsChanged",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from optimizer.services import Capture, Diagnosis
 from trace_diff import api
 from trace_diff.analysis import Analysis
@@ -18,8 +20,15 @@ class DiagnoseError(Exception):
     """The incumbent's own traces cannot be read or hold no decode step: the loop has nothing to go by."""
 
 
-def diagnose(capture: Capture, references: Sequence[Capture] = (), label: str = "incumbent") -> Diagnosis:
+def diagnose(
+    capture: Capture,
+    references: Sequence[Capture] = (),
+    label: str = "incumbent",
+    context: Sequence[Analysis] = (),
+) -> Diagnosis:
     """Diff the capture against the references and ask every rule. Raises DiagnoseError.
+
+    `context` is shown beside them, as far as it measured the same cell in the comparison itself.
 
     A reference that cannot be read is left out and named in `facts["left_out"]`. `step_us` is the mean wall of a
     profiled decode step on the rank that sets the pace.
@@ -35,6 +44,7 @@ def diagnose(capture: Capture, references: Sequence[Capture] = (), label: str = 
             others.append(_analyse(reference, title(reference)))
         except (TraceError, ValueError, OSError) as error:
             left_out.append(f"{title(reference)}: {error}")
+    others += context
     diff = api.compare([here, *others])
     control = None if capture.control_us_per_token is None else capture.control_us_per_token
     findings = tuple(api.find(here, others, control_step_us=control))
@@ -42,6 +52,7 @@ def diagnose(capture: Capture, references: Sequence[Capture] = (), label: str = 
         findings=findings,
         step_us=here.breakdown.wall_ns / 1000,
         tokens_per_step=here.tokens_per_step,
+        rows=_rows(here),
         shown=_drawn(diff, [here, *others], findings),
         facts={"diff": diff.to_json(), "left_out": left_out},
     )
@@ -60,6 +71,18 @@ def _analyse(capture: Capture, label: str) -> Analysis:
         stated["dtype"] = str(dtype)
     found = api.analyse(api.load(list(capture.traces), label), phase="decode", **stated)
     return found.with_control(capture.control_us_per_token)
+
+
+def _rows(analysis: Analysis) -> tuple[dict[str, float], ...]:
+    """How often each named row occurs in a mean decode step, for every rank."""
+    counts = []
+    for trace in analysis.traceset:
+        steps = analysis.steps.get(trace.rank, ())
+        if steps:
+            ids = trace.events.name[np.concatenate([step.rows for step in steps])]
+            found, often = np.unique(ids, return_counts=True)
+            counts.append({trace.names[i]: n / len(steps) for i, n in zip(found.tolist(), often.tolist(), strict=True)})
+    return tuple(counts)
 
 
 def _drawn(diff: Any, analyses: list[Analysis], findings: Sequence[Any]) -> tuple[Any, ...]:

@@ -6,8 +6,9 @@ timing, or drawing the difference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from optimizer import state
@@ -53,7 +54,37 @@ def compare(candidate: Candidate, before: Diagnosis, after: Diagnosis) -> Explan
     traced = None
     if before.step_us is not None and after.step_us is not None:
         traced = before.step_us / before.tokens_per_step - after.step_us / after.tokens_per_step
-    return Explanation(traced, shrank, rows, None)
+    return Explanation(traced, shrank, rows, "; ".join(_not_activated(candidate, before, after)) or None)
+
+
+def _not_activated(candidate: Candidate, before: Diagnosis, after: Diagnosis) -> Iterator[str]:
+    """What the patches said must appear in, or vanish from, every decode step, and did not."""
+    if before.rows is None or after.rows is None:
+        return
+    for member in candidate.members:
+        said = member.patch.activation or {}
+        for want in said.get("appear", ()):
+            if not _on(want, [_count(rows, want["row"]) > 0 for rows in after.rows]):
+                yield f"{member.patch.mechanism}: {want['row']} does not appear in the trace"
+        for want in said.get("vanish", ()):
+            old = [_count(rows, want["row"]) for rows in before.rows]
+            new = [_count(rows, want["row"]) for rows in after.rows]
+            if want.get("fewer") and not _on(want, [b < a for a, b in zip(old, new, strict=False)]):
+                yield f"{member.patch.mechanism}: {want['row']} {_per_step(old)} before, {_per_step(new)} after, not fewer"
+            elif not want.get("fewer") and not _on(want, [b == 0 for b in new]):
+                yield f"{member.patch.mechanism}: {want['row']} is still there, {_per_step(new)}"
+
+
+def _on(want: Mapping[str, Any], ranks: list[bool]) -> bool:
+    return bool(ranks) and (any(ranks) if want.get("ranks") == "any" else all(ranks))
+
+
+def _count(rows: Mapping[str, float], pattern: str) -> float:
+    return sum(often for name, often in rows.items() if fnmatchcase(name, pattern))
+
+
+def _per_step(counts: list[float]) -> str:
+    return f"{max(counts, default=0.0):g} a step"
 
 
 def _bounds(findings: tuple[Finding, ...]) -> Mapping[str, float | None]:

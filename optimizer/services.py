@@ -58,6 +58,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     step_us: float | None  # mean wall of a decode step, slowest rank, profiled
     tokens_per_step: int
+    rows: tuple[Mapping[str, float], ...] | None = None  # per rank: trace row -> count per decode step
     shown: tuple[Any, ...] = ()  # rich renderables, for the terminal
     facts: dict[str, Any] = field(default_factory=dict)  # JSON: tables of the diff, for the report
 

@@ -82,7 +82,12 @@ def finish_attempt(run: Run, do: Services, number: int) -> None:
     for place in run.repo.worktrees.glob("[!.]*"):
         if place.name not in keep:
             run.repo.drop_tree(place.name)
-    run.ledger.append("budget", number, do.budget.facts())
+    run.ledger.append("budget", number, {**do.budget.facts(), "attempt_s": round(_seconds(run, number), 1)})
+
+
+def _seconds(run: Run, number: int) -> float:
+    """What the attempt cost: its gates, pairs and captures."""
+    return state.device_s(line for line in run.ledger.lines() if line["attempt"] == number)
 
 
 def finish_ended(run: Run, do: Services) -> None:

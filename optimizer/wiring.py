@@ -93,9 +93,19 @@ class _Real:
         return references(self.run, self.view, self.protocol, self.prompts, traces)
 
     def diagnose(self, capture: Capture, references: Any) -> Any:
+        from dataclasses import replace
+
+        from optimizer import context
+        from optimizer.capturing import BASELINE
         from optimizer.diagnose import diagnose
 
-        return diagnose(capture, references, label=f"{self.run.request.target} {capture.label}")
+        want = self.run.request
+        label = f"{want.target} {capture.label}"
+        if capture.label != BASELINE:
+            return diagnose(capture, references, label)
+        found = diagnose(capture, references, label, context.stored(want.device, want.tp))
+        table = context.published()
+        return found if table is None else replace(found, shown=(*found.shown, table))
 
     def propose(self, question: Question) -> Series | NoProposal:
         from optimizer.proposers import Budget as ProposerBudget
