@@ -12,6 +12,8 @@ from benchmarks.planted import programs
 from benchmarks.planted.machine import Machine, Yield
 from benchmarks.planted.programs import K, Plant
 
+NOTHING = Plant()
+
 Program = Callable[[Machine, Plant], Generator[Yield, int, None]]
 
 
@@ -23,7 +25,7 @@ class Variant:
     rule: str | None  # id of the rule that must rank first; None: a control, nothing may be found
     program: Program
     plant: Plant
-    fixed: Plant = Plant()
+    fixed: Plant = NOTHING
     world: int = 1
     fixed_program: Program | None = None  # where the fix is another program
     reference: bool = False  # give the fixed program's trace as a reference engine

@@ -14,6 +14,7 @@ import numpy as np
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, Draft, NotFound
 from trace_diff.intervals import cover, union
+from trace_diff.types import Kind
 from trace_diff.whatif import Edit
 
 RULE = "overlap"
@@ -35,9 +36,11 @@ def look(context: Context) -> Draft | NotFound:
     rows = seq.rows
     start, end = e.ts_ns[rows], e.ts_ns[rows] + e.dur_ns[rows]
     hidden = np.zeros(len(rows))
+    work = context.trace.rows(Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)  # of any step: work of two steps may meet
     for s in streams:
         mine = seq.streams == s
-        other = union(start[~mine], end[~mine])
+        rest = work[e.stream[work] != s]
+        other = union(e.ts_ns[rest], e.ts_ns[rest] + e.dur_ns[rest])
         hidden[mine] = cover(other, start[mine], end[mine])
     table, quiet = _groups(context, hidden)
     movable = np.asarray([c in MOVABLE for c in seq.classes])

@@ -14,6 +14,7 @@ from trace_diff.groups import GroupRow
 from trace_diff.whatif import Edit
 
 RULE = "slower-kernels"
+SKILLS = ("skinny-gemm", "paged-attention-backend")
 FORMULA = "sum over aligned groups of (time here - time of the fastest reference), replayed"
 RATIO = 1.15
 LEAST_US = 1.0
@@ -52,7 +53,7 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
             }
         )
     evidence.sort(key=lambda x: float(x["reference_us"]) - float(x["us"]))
-    skills = ("skinny-gemm", "paged-attention-backend") if attention else ("skinny-gemm",)
+    skills = SKILLS if attention else SKILLS[:1]
     total = sum(float(x["us"]) - float(x["reference_us"]) for x in evidence)
     return Draft(
         title=f"Slower than a reference for the same work by {total:.0f} us a step: {evidence[0]['what']} first",

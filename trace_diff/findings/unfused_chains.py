@@ -19,6 +19,7 @@ from trace_diff.fusion import Family
 from trace_diff.whatif import Edit
 
 RULE = "unfused-chains"
+SKILLS = ("fused-kernels", "compile-regions", "direct-kv-write")  # each family names its own
 FORMULA = "chain - fused kernel of a reference (else the chain's dearest member) + launches of the others"
 _SKIP = frozenset({"view", "metadata", "allocation"})
 
