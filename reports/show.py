@@ -6,7 +6,6 @@ Not for: comparing (`trace_diff.compare`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,16 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from reports.text import micro, short
-from trace_diff import attribute, ingest, intervals, windows
+from trace_diff import attribute, intervals, windows
 from trace_diff.types import Kind
 
 if TYPE_CHECKING:
-    from trace_diff.ingest import Trace
+    from trace_diff.ingest import Trace, TraceSet
 
 _WORK = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
 
 
-def describe(specs: Sequence[str]) -> dict[str, Any]:
+def describe(sets: Sequence[TraceSet]) -> dict[str, Any]:
     """{"ranks": [...], "notes": [...]}: per rank the whole trace's device span, busy and idle, and every step.
 
     Times are integer nanoseconds. `gpu_*` are None where a trace holds no device work. `parts` of a step sum to
@@ -32,8 +31,7 @@ def describe(specs: Sequence[str]) -> dict[str, Any]:
     """
     ranks: list[dict[str, Any]] = []
     notes: list[str] = []
-    for spec in specs:
-        found = ingest.load_many([Path(spec)], Path(spec).name.split(".")[0])
+    for found in sets:
         notes += found.notes
         ranks += [_rank(t) for t in found]
     return {"ranks": ranks, "notes": notes}

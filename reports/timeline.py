@@ -71,6 +71,10 @@ class Timeline:
         return sum(len(e.lanes) for e in self.engines)
 
     @property
+    def has_device(self) -> bool:
+        return any(lane.device for e in self.engines for lane in e.lanes)
+
+    @property
     def ticks(self) -> list[tuple[float, str]]:
         """About eight round positions in microseconds, with their text."""
         raw = self.end_us / 8

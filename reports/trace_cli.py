@@ -240,6 +240,8 @@ def _analyses(options: argparse.Namespace) -> list[Analysis]:
             from dataclasses import replace
 
             analysis = replace(analysis, label=f"{analysis.label} ({at + 1})")
+        if options.phase != "decode":
+            control = None  # what baselines know is the decode step
         control = controls.get(analysis.label, controls.get("") if at == 0 else None) or control
         found.append(analysis.with_control(control))
     unknown = [n for n in controls if n and n not in {a.label for a in found}]
@@ -326,16 +328,31 @@ def _slower(limit: float | None, diff: Any) -> int:
 
 
 def _mapped(path: Path, analysis: Analysis) -> dict[str, Any]:
-    from trace_diff import stackmap
+    """Python lines for the first engine's work, through an eager stack trace of the same engine."""
+    from trace_diff import api, stackmap
 
-    raise Stop(4, f"--map {path}: {stackmap.__name__} of {analysis.label}")
+    try:
+        traces, _ = _load(str(path), None)
+        found = stackmap.build(analysis, api.analyse(traces, str(analysis.phase)))
+    except stackmap.NoStacks as error:
+        raise Stop(4, f"--map: {error}") from None
+    except api.NoSteps as error:
+        raise Stop(4, f"--map {path}: {error}") from None
+    except _known_errors() as error:
+        raise Stop(3, _one_line(error, str(path))) from None
+    lines: dict[str, float] = {}
+    for row in found.rows:
+        if row.sites:
+            lines[row.sites[0]] = lines.get(row.sites[0], 0.0) + row.us
+    ranked = sorted(lines.items(), key=lambda kv: -kv[1])
+    return {"share": found.coverage, "lines": [{"line": k, "us": v} for k, v in ranked], "items": found.to_json()["rows"]}
 
 
 def _show(options: argparse.Namespace) -> int:
     from reports import show
 
     try:
-        data = show.describe(options.traces)
+        data = show.describe([_load(spec, None)[0] for spec in options.traces])
     except _known_errors() as error:
         raise Stop(3, _one_line(error, options.traces[0])) from None
     if options.json:
