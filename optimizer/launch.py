@@ -69,6 +69,10 @@ class Server:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def oom_kills(self) -> int:
+        """Processes that the kernel ended because the memory limit was reached; 0 where no control group counts."""
+        return 0 if self._group is None else self._group.oom_kills()
+
     def processes(self) -> list[int]:
         """Host process ids of everything in the sandbox, wrappers included."""
         if self._group is not None:
@@ -196,22 +200,22 @@ class Server:
 
     def _kill(self) -> None:
         process = self._process
-        if process is not None and process.poll() is None:
+        if process is None:
+            return
+        everyone = procfs.identities(procfs.descendants(process.pid))
+        if process.poll() is None:
             if self.level.name in ("landlock", "none"):  # the jail is a subreaper: it ends its descendants
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=2)
-                for pid in procfs.descendants(process.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if self._group is not None:
-            self._group.kill()
-        if process is not None:
-            process.wait()
-        if self._group is not None:
             self._group.remove()
+        process.wait()
+        procfs.kill_and_wait(
+            everyone
+        )  # without a control group: a pid namespace dies a moment after its first process
 
     def _watch(self) -> None:
         """Outside limits: disk used below /io always; processes and memory where no control group holds them."""

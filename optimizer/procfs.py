@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import time
 
 
 def descendants(pid: int) -> list[int]:
@@ -52,6 +54,31 @@ def rss_bytes(pid: int) -> int:
 def count(pid: int, kind: str) -> int:
     """How many entries /proc/PID/`kind` has ("task": threads, "fd": open files). Raises OSError when gone."""
     return len(os.listdir(f"/proc/{pid}/{kind}"))
+
+
+def identities(pids: list[int]) -> list[tuple[int, str]]:
+    """(pid, start time) of those that live: a number alone may be somebody else's a moment later."""
+    return [(pid, started) for pid in pids if (started := _started(pid))]
+
+
+def kill_and_wait(known: list[tuple[int, str]], timeout_s: float = 2.0) -> None:
+    """SIGKILL these processes until none of them is left."""
+    deadline = time.monotonic() + timeout_s
+    left = [who for who in known if _started(who[0]) == who[1]]
+    while left and time.monotonic() < deadline:
+        for pid, _ in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+        left = [who for who in left if _started(who[0]) == who[1]]
+
+
+def _started(pid: int) -> str:
+    """Start time in clock ticks; empty for a process that is gone or only waits to be reaped."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        return "" if fields[0] in ("Z", "X") else fields[19]
+    return ""
 
 
 def cpu_s(pid: int) -> float:

@@ -10,6 +10,7 @@ Not for: starting or ending the process (`launch.py`), or limits by control grou
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -17,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,6 +147,13 @@ def _try(name: str) -> str | None:
     return lines[-1] if lines else f"exit status {done.returncode}"
 
 
+def self_test():
+    """Rows (what was tried, held, detail) of the escapes tried on this machine; see `escapes.py`."""
+    from optimizer import escapes
+
+    return escapes.self_test()
+
+
 def inside(level: SandboxLevel, bind: Bind) -> str:
     """The path by which the candidate sees a bind: below `namespaces` there are no mounts, so the host's."""
     return bind.inside if level.rank >= LADDER.index("namespaces") else str(bind.source)
@@ -232,14 +241,12 @@ def _jailed(
         nodes += [
             Bind(Path(f"/dev/{n}"), f"/dev/{n}", True) for n in ("null", "zero", "full", "urandom", "shm")
         ]
-    root = f"/tmp/hotloop-root-{os.getuid()}"
     if own_root:
-        Path(root).mkdir(mode=0o700, exist_ok=True)
-        visible += [Bind(path, f"/etc/{path.name}") for path in _own_etc()]
+        visible += [Bind(path, f"/etc/{path.name}") for path in sorted((_scratch() / "etc").iterdir())]
     spec = {
         "level": level.name,
         "uid": UID,
-        "root": root,
+        "root": str(_scratch() / "root") if own_root else "",
         "binds": [(str(b.source), b.inside, b.writable) for b in (*visible, *nodes)],
         "symlinks": _system_links(),
         "tmpfs": [("/dev/shm", limits.shm_bytes), ("/tmp", limits.tmp_bytes)],
@@ -260,13 +267,15 @@ def _limited(argv: list[str], limits: Limits) -> list[str]:
 
 
 @functools.cache
-def _own_etc() -> tuple[Path, ...]:
-    """OWN_ETC as files, written once for each user (bubblewrap takes them from memory instead)."""
-    folder = Path(f"/tmp/hotloop-etc-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+def _scratch() -> Path:
+    """This process's folder with OWN_ETC as files and a mount point (bubblewrap needs neither)."""
+    folder = Path(tempfile.mkdtemp(prefix=f"hotloop-{os.getpid()}-jail-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "etc").mkdir()
+    (folder / "root").mkdir()
     for name, text in OWN_ETC.items():
-        (folder / name).write_text(text)
-    return tuple(folder / name for name in OWN_ETC)
+        (folder / "etc" / name).write_text(text)
+    return folder
 
 
 @functools.cache
