@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from optimizer.ledger import Ledger
-from optimizer.runrepo import RunRepo
+from optimizer.runrepo import GitError, RunRepo
 from optimizer.serial import build, plain, write_json, write_text
+from optimizer.target import TargetError, parse_target
 from optimizer.types import LaunchSpec, Pair, Target
 
 SCHEMA = 1
@@ -66,6 +67,7 @@ class Request:
     created_utc: str
     target_dir: Path
     target: str  # name in target.toml
+    target_file: str  # path of target.toml in the snapshot
     python: Path
     model_dir: Path
     metric: str
@@ -185,18 +187,17 @@ def create(runs: Path, request: Request, target: Target, directory: Path | None 
 
 
 def load(directory: Path) -> Run:
-    """Open an existing run. Raises RunError when it is not one, or was written by a later version."""
-    from optimizer.target import load_target
+    """Open an existing run; its target is the one in its snapshot, whatever became of the user's folder.
 
+    Raises RunError when it is not a run, or was written by a later version.
+    """
     request = read_request(directory)
-    target = load_target(request.target_dir)
-    run = Run(
-        directory,
-        request,
-        target,
-        Ledger(directory / "ledger.jsonl"),
-        RunRepo(directory / "repo.git", directory / "worktrees"),
-    )
+    repo = RunRepo(directory / "repo.git", directory / "worktrees")
+    try:
+        target = parse_target(repo.show(request.root_commit, request.target_file), request.target_dir)
+    except (GitError, TargetError) as error:
+        raise RunError(f"{directory}: {error}") from error
+    run = Run(directory, request, target, Ledger(directory / "ledger.jsonl"), repo)
     _context(run)
     return run
 

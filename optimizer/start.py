@@ -18,7 +18,7 @@ from typing import Any
 from optimizer import fingerprint, run
 from optimizer.run import Limits, Request, Run
 from optimizer.runrepo import GitError, SnapshotError
-from optimizer.target import TargetError, load_target
+from optimizer.target import FILE, TargetError, load_target
 from optimizer.types import Target
 
 HERE = Path(__file__).resolve().parent.parent
@@ -83,6 +83,7 @@ def prepare(options: Options) -> Run:
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         target_dir=target.directory,
         target=target.name,
+        target_file=(target.directory / FILE).relative_to(target.root).as_posix(),
         python=_python(options),
         model_dir=model,
         metric=metric,

@@ -44,13 +44,19 @@ def load_target(directory: Path) -> Target:
     if not path.is_file():
         raise TargetError(f"{directory} has no {FILE}; `optimize init {directory}` drafts one")
     try:
-        raw = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
         raise TargetError(f"{path}: not TOML: {error}") from error
+    return parse_target(text, directory)
+
+
+def parse_target(text: str, directory: Path) -> Target:
+    """A target from the text of its file, which lies (or lay) in `directory`. Raises TargetError."""
     try:
-        return _parse(raw, directory)
-    except TargetError as error:
-        raise TargetError(f"{path}: {error}") from None
+        return _parse(tomllib.loads(text), directory)
+    except (tomllib.TOMLDecodeError, TargetError) as error:
+        what = "not TOML: " if isinstance(error, tomllib.TOMLDecodeError) else ""
+        raise TargetError(f"{directory / FILE}: {what}{error}") from None
 
 
 def _parse(raw: dict[str, Any], directory: Path) -> Target:

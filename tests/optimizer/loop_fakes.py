@@ -249,6 +249,7 @@ def new_run(place: Path, limits: Limits | None = None, engine: Path = ENGINE, **
         created_utc="2026-01-01T00:00:00+00:00",
         target_dir=engine,
         target=target.name,
+        target_file="target.toml",
         python=Path(sys.executable),
         model_dir=WEIGHTS,
         metric="tok/s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -189,3 +190,12 @@ def test_ctrl_c_ends_after_the_present_step_and_the_run_can_go_on(tmp_path, undi
     assert len(screens) == 1 and screens[0]["data"]["discarded"] is None
     run.ledger.close()
     check_whole(resumed(place), undisturbed)
+
+
+def test_a_run_goes_on_although_the_users_folder_changed_or_vanished(tmp_path):
+    engine = tmp_path / "mine"
+    shutil.copytree(fake.ENGINE, engine, ignore=shutil.ignore_patterns("__pycache__"))
+    run = new_run(tmp_path / "run", engine=engine)
+    run.ledger.close()
+    shutil.rmtree(engine)
+    assert [kind for kind, *_ in story(resumed(run.dir))][::2] == ["accepted", "accepted"]
