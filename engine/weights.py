@@ -44,10 +44,10 @@ def load_safetensors(model: Qwen3ForCausalLM, model_dir: Path) -> None:
 
 
 def load_dummy(model: Qwen3ForCausalLM, seed: int) -> None:
-    """Random weights: norms 1, embedding and head N(0, 16/hidden), other matrices N(0, 1/in).
+    """Random weights: norms 1, matrices N(0, 1/in), an untied head N(0, 16/in).
 
-    So the logits have a standard deviation of 4, and the layers, whose outputs have unit scale, outweigh the
-    embedding: else a tied head would repeat the token it was given. Each full tensor is drawn from (seed, its
+    So an untied head's logits have a standard deviation of 4, and the layers, whose outputs have unit scale,
+    outweigh the embedding: else a tied head would repeat the token it was given. Each full tensor is drawn from (seed, its
     name) and then cut: the model is the same at every TP (on one kind of device).
     """
     for name, (parameter, shard) in _parameters(model):
@@ -58,7 +58,7 @@ def load_dummy(model: Qwen3ForCausalLM, seed: int) -> None:
         generator = torch.Generator(device=parameter.device)
         generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # the CPU's takes 32 bits
         values = torch.randn(full, generator=generator, device=parameter.device)
-        scale = 4.0 if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
+        scale = 4.0 if name == "lm_head.weight" else 1.0
         values *= scale / full[1] ** 0.5
         _copy_slice(parameter, shard, values)
 

@@ -14,7 +14,8 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+        self.model = model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
 
     def logits(self, prompt: list[int], output: list[int]) -> torch.Tensor:
         """[len(output), vocab]: the logits from which each token of `output` is chosen."""

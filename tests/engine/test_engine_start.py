@@ -14,8 +14,13 @@ from engine_client import RunningServer, wait_gone
 from engine_local import LocalEngine
 from safetensors.torch import load_file, save_file
 
-from engine.config import ConfigError, EngineConfig, ModelConfig, check_tp, limits
+from engine import weights
+from engine.attention import SdpaAttention
+from engine.config import ConfigError, EngineConfig, Limits, ModelConfig, check_tp, limits
+from engine.model import Qwen3ForCausalLM
+from engine.parallel import TensorParallel
 from engine.serve import main
+from engine.worker import build_model
 
 
 @pytest.fixture
@@ -133,6 +138,34 @@ def test_dummy_weights_depend_on_the_seed_alone(tiny, random_prompts):
         for s in (1, 1, 2)
     ]
     assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_the_ranks_slices_make_up_the_whole(load_format, odd_model):
+    config = ModelConfig.from_dir(odd_model)
+
+    def load(rank: int, size: int) -> Qwen3ForCausalLM:
+        tp = TensorParallel(rank, size, torch.device("cpu"), "none")
+        model = build_model(config, tp, SdpaAttention(), torch.float32, Limits(64, 1, 64))
+        if load_format == "dummy":
+            weights.load_dummy(model, seed=3)
+        else:
+            weights.load_safetensors(model, odd_model)
+        return model
+
+    whole, ranks = load(0, 1), [load(rank, 4) for rank in range(4)]
+    for name, full in whole.named_parameters():
+        shard = getattr(whole.get_submodule(name.rpartition(".")[0]), "shard", None)
+        parts = [rank.get_parameter(name) for rank in ranks]
+        if shard is None:
+            assert all(torch.equal(part, full) for part in parts)
+            continue
+        if "k_proj" in name or "v_proj" in name:  # 2 KV heads: ranks 0 and 1 share the first
+            assert torch.equal(parts[0], parts[1]) and torch.equal(parts[2], parts[3])
+            parts = parts[::2]
+        joined = torch.cat(parts, dim=shard.dim)
+        assert torch.equal(joined.narrow(shard.dim, 0, shard.full), full)
+        assert not joined.narrow(shard.dim, shard.full, joined.shape[shard.dim] - shard.full).any()
 
 
 def test_a_rank_that_cannot_load_ends_the_server_with_code_2(odd_model, tmp_path):
