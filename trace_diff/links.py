@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,15 +46,17 @@ def _links(trace: Trace) -> Links:
     device = trace.rows(*WORK_KINDS)
     calls = trace.rows(Kind.RUNTIME, Kind.DRIVER)
     calls = calls[events.correlation[calls] != -1]
-    launch = _match(
+    launch, many = _match(
         events.correlation[calls], events.ts_ns[calls], events.correlation[device], events.ts_ns[device], calls
     )
+    if many:
+        _by_device(trace, launch, many, device)
     ops = trace.rows(Kind.CPU_OP)
     ops = ops[events.external_id[ops] != -1]
     needy = np.flatnonzero(launch < 0)
     op = np.full(len(device), -1, np.int64)
     if len(needy) and len(ops):
-        op[needy] = _match(
+        op[needy], _ = _match(
             events.external_id[ops],
             events.ts_ns[ops],
             events.external_id[device[needy]],
@@ -66,17 +69,42 @@ def _links(trace: Trace) -> Links:
     return Links(device, launch, op, in_graph, negative)
 
 
-def _match(keys: Ints, times: Ints, wanted: Ints, when: Ints, rows: Ints) -> Ints:
-    """Row whose key is wanted; of several, the last that began before, else the first. -1: none (or key -1)."""
+def _match(keys: Ints, times: Ints, wanted: Ints, when: Ints, rows: Ints) -> tuple[Ints, dict[int, Ints]]:
+    """Row whose key is wanted; of several, the last that began before, else the first. -1: none (or key -1).
+
+    Also returns, per index of `wanted` with several candidates, those candidates.
+    """
     if len(keys) == 0:
-        return np.full(len(wanted), -1, np.int64)
+        return np.full(len(wanted), -1, np.int64), {}
     order = np.lexsort((times, keys))
     keys, times = keys[order], times[order]
     left = np.searchsorted(keys, wanted, side="left")
     right = np.searchsorted(keys, wanted, side="right")
     found = np.where((right > left) & (wanted != -1), rows[order[np.minimum(left, len(keys) - 1)]], -1)
+    many: dict[int, Ints] = {}
     for i in np.flatnonzero((right - left > 1) & (wanted != -1)).tolist():
         a, b = int(left[i]), int(right[i])
         k = int(np.searchsorted(times[a:b], when[i], side="right")) - 1
         found[i] = rows[order[a + max(k, 0)]]
-    return found
+        many[i] = rows[order[a:b]]
+    return found, many
+
+
+def _by_device(trace: Trace, launch: Ints, many: dict[int, Ints], device: Ints) -> None:
+    """Where several processes use one correlation id (files merged without labels), choose the process whose other
+    launches went to the row's device; in place."""
+    events = trace.events
+    pids = [pid for pid, _ in trace.tracks]
+    homes: dict[int, Counter[int | str]] = {}
+    sure = [i for i in np.flatnonzero(launch >= 0).tolist() if i not in many]
+    for i in sure:
+        homes.setdefault(int(events.device[device[i]]), Counter())[pids[events.track[launch[i]]]] += 1
+    for i, rows in many.items():
+        home = homes.get(int(events.device[device[i]]))
+        if not home:
+            continue
+        mine = home.most_common(1)[0][0]
+        own = [r for r in rows.tolist() if pids[events.track[r]] == mine]
+        before = [r for r in own if events.ts_ns[r] <= events.ts_ns[device[i]]]
+        if own:
+            launch[i] = before[-1] if before else own[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trace_diff.ingest import ranks
+from trace_diff.ingest import merged, ranks
 from trace_diff.ingest.columns import Columns
 from trace_diff.ingest.link import fill_from_flows
 from trace_diff.ingest.notes import NoteBook
@@ -73,12 +73,16 @@ def _build(
         device=device,
         bad=columns.column("bad", np.int8),
     )
-    correlation = columns.column("correlation")
+    correlation, external = columns.column("correlation"), columns.column("external")
+    group, labels = merged.groups(tracks)
+    if labels:
+        correlation, external = (merged.separate(ids, group[track]) for ids in (correlation, external))
+        notes.say(f"{len(labels)} ranks are merged in this file: {', '.join(label.strip() for label in labels)}")
     if columns.flows and (correlation[mask_of(WORK_KINDS)[kind]] == -1).any():
         fill_from_flows(correlation, rows, track, tracks, store, notes)
     out = judge(rows, notes)
     base = int(rows.ts[~out].min()) if (~out).any() else 0
-    external, at = columns.column("external"), columns.column("at")
+    at = columns.column("at")
 
     def events(mask: np.ndarray) -> Events:
         order = by_start(rows.ts, rows.dur, np.flatnonzero(mask))

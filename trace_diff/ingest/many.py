@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trace_diff.ingest.load import load
+from trace_diff.ingest.merged import split
 from trace_diff.ingest.reader import Progress, TraceError
 from trace_diff.ingest.trace import Trace, TraceSet
 
@@ -29,7 +30,7 @@ def load_many(
     if not files:
         raise TraceError(", ".join(map(str, paths)), 0, "no trace file here")
     label = label or files[0].parent.name
-    traces = [load(f, label, progress) for f in files]
+    traces = [part for f in files for part in split(load(f, label, progress))]
     return gather(traces, label)
 
 

@@ -19,6 +19,8 @@ _AFTER_KEY = re.compile(r"\s*:", re.ASCII)
 _AFTER_VALUE = re.compile(r'\s*(?:,\s*(?:"[^"\\]*"\s*:|\})|\}\s*(?:[,}\]]|$)|$)', re.ASCII)
 _AFTER_ITEM = re.compile(r'\s*(?:,\s*(?:"|[-\d\[{\]tfn])|\]\s*(?:[,}\]]|$)|$)', re.ASCII)
 _FIX = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|[\\"\x00-\x1f]')
+_BAD_ESCAPE = re.compile(r'(?<!\\)(?:\\\\)*\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_UNESCAPED = re.compile(r'\\(?!")')
 
 
 class Unmendable(ValueError):
@@ -78,18 +80,9 @@ class _Scanner:
     def _object(self) -> None:
         self._enter("{")
         first = True
-        while True:
-            head = self._peek()
-            if head == "}":
-                break
-            if head == ",":
-                self.at += 1
-                self.count += self._peek() in ",}"
-                continue
-            if head != '"':
+        while self._another("}", first):
+            if self._peek() != '"':
                 raise Unmendable(f"no key at {self.at}")
-            if not first:
-                self.out.append(",")
             first = False
             self._string(_AFTER_KEY)
             if self._peek() != ":":
@@ -97,30 +90,35 @@ class _Scanner:
             self.at += 1
             self.out.append(":")
             self.value("{")
-        self.at += 1
-        self.depth -= 1
-        self.out.append("}")
+        self._leave("}")
 
     def _array(self) -> None:
         self._enter("[")
         first = True
-        while True:
-            head = self._peek()
-            if head == "]":
-                break
-            if head == ",":
-                self.at += 1
-                self.count += self._peek() in ",]"
-                continue
-            if not head or head == "}":
+        while self._another("]", first):
+            if self._peek() in ("", "}"):
                 raise Unmendable(f"array does not close at {self.at}")
-            if not first:
-                self.out.append(",")
             first = False
             self.value("[")
+        self._leave("]")
+
+    def _another(self, closing: str, first: bool) -> bool:
+        """Step over the comma, one of several, or none; False at the closing bracket."""
+        commas = 0
+        while self._peek() == ",":
+            self.at += 1
+            commas += 1
+        head = self._peek()
+        last = head == closing
+        self.count += commas != (0 if first or last else 1)
+        if not last and not first:
+            self.out.append(",")
+        return not last
+
+    def _leave(self, bracket: str) -> None:
         self.at += 1
         self.depth -= 1
-        self.out.append("]")
+        self.out.append(bracket)
 
     def _string(self, after: re.Pattern[str]) -> None:
         match = _STRING.match(self.text, self.at)
@@ -141,8 +139,9 @@ class _Scanner:
             end += 1
         inside = self.text[self.at + 1 : end]
         backslashes = len(inside) - len(inside.rstrip("\\"))
-        if backslashes % 2:  # "C:\dir\" : the last backslash was meant as itself
-            inside += "\\"
+        if backslashes % 2 or _BAD_ESCAPE.search(inside):
+            # the writer did not escape: C:\new\dir\ means its backslashes, all of them
+            inside = _UNESCAPED.sub(r"\\\\", inside)
         self.at = end + 1
         self.count += 1
         self.out.append(_utf8('"' + _FIX.sub(_escape, inside) + '"'))

@@ -102,24 +102,34 @@ def _gunzip(path: Path, data: bytes, read: Callable[[], bytes], notes: NoteBook)
 
 
 def _up_to_the_damage(path: Path, seen: int) -> Iterator[bytes]:
-    """The text after `seen` bytes that a decoder still gives when it is asked for little at a time."""
+    """The text after `seen` bytes that a decoder still gives when it is asked for little at a time and does not
+    check sums."""
     skip = seen
-    with path.open("rb") as file:
-        machine = zlib.decompressobj(wbits=31)
-        data = file.read(_READ)
-        while data:
+    data = path.read_bytes()
+    while data[:2] == _GZIP:
+        data = data[_header_length(data) :]
+        machine = zlib.decompressobj(wbits=-15)
+        while not machine.eof and data:
             try:
-                text = machine.decompress(data, 4096)
+                text = machine.decompress(data, 512)
             except zlib.error:
                 return
             if len(text) > skip:
                 yield text[skip:]
             skip = max(0, skip - len(text))
-            if machine.eof:
-                data = (machine.unused_data or file.read(_READ)).lstrip(b"\0")
-                machine = zlib.decompressobj(wbits=31)
-            else:
-                data = machine.unconsumed_tail or file.read(_READ)
+            data = machine.unused_data if machine.eof else machine.unconsumed_tail
+        data = data[8:].lstrip(b"\0")  # check sum and length
+
+
+def _header_length(data: bytes) -> int:
+    """Bytes of a gzip member's header (RFC 1952)."""
+    flags, at = data[3], 10
+    if flags & 4:
+        at += 2 + int.from_bytes(data[at : at + 2], "little")
+    for bit in (8, 16):  # name, comment: zero-terminated
+        if flags & bit:
+            at = data.find(b"\0", at) + 1
+    return at + (2 if flags & 2 else 0)
 
 
 def _decoded(parts: Iterator[bytes], notes: NoteBook) -> Iterator[bytes]:

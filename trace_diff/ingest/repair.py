@@ -52,7 +52,11 @@ def salvage(text: bytes, final: bool) -> Salvage:
         j = min(i + _GROUP, limit)
         if not _group(text[bounds[i] : bounds[j]], out):
             while i < j and out.array_end < 0 and not out.cut:
-                i = _segment(text, bounds, i, limit, final, out)
+                following = _segment(text, bounds, i, limit, final, out)
+                if following == i:  # its end is not here yet
+                    out.used = bounds[i]
+                    return out
+                i = following
             if out.array_end >= 0 or out.cut:
                 return out
         i = max(i, j)
@@ -73,7 +77,7 @@ def _group(text: bytes, out: Salvage) -> bool:
 
 
 def _segment(text: bytes, bounds: list[int], i: int, limit: int, final: bool, out: Salvage) -> int:
-    """Read the element that starts at bounds[i]; return the index of the next one."""
+    """Read the element that starts at bounds[i]; return the index of the next one, or i where more text is needed."""
     base = bounds[i]
     segment = text[base : bounds[i + 1]].rstrip(b" \t\r\n,")
     error = _try(segment, base, out)
@@ -82,6 +86,8 @@ def _segment(text: bytes, bounds: list[int], i: int, limit: int, final: bool, ou
     if "truncated" in error:  # perhaps a start was guessed inside a string or an argument
         for k in range(2, _JOINS):
             if i + k > limit:
+                if not final:
+                    return i
                 break
             joined = text[base : bounds[i + k]].rstrip(b" \t\r\n,")
             if "truncated" not in (problem := _try(joined, base, out) or ""):
@@ -95,7 +101,7 @@ def _segment(text: bytes, bounds: list[int], i: int, limit: int, final: bool, ou
         _give_up(segment, base, final and i + 1 == limit, out)
         return i + 1
     _keep(event, mended, out)
-    out.repaired += max(count, 1)
+    out.repaired += count
     _after(segment, end, base, out)
     return i + 1
 
@@ -103,23 +109,25 @@ def _segment(text: bytes, bounds: list[int], i: int, limit: int, final: bool, ou
 def _try(segment: bytes, base: int, out: Salvage) -> str | None:
     """Strict reading. None when the event was kept, else the decoder's complaint."""
     try:
-        event = decode_event(segment)
+        event, end = _first(segment)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return str(error)
+    _keep(event, segment[:end], out)
+    if end < len(segment):
+        _after(segment, end, base, out)
+    return None
+
+
+def _first(segment: bytes) -> tuple[Event, int]:
+    """The event at the start of `segment`, and where it ends."""
+    try:
+        return decode_event(segment), len(segment)
     except msgspec.DecodeError as error:
         trailing = _TRAILING.search(str(error))
         if trailing is None:
-            return str(error)
-        end = int(trailing.group(1))
-        try:
-            event = decode_event(segment[:end])
-        except (msgspec.DecodeError, UnicodeDecodeError) as again:
-            return str(again)
-        _keep(event, segment[:end], out)
-        _after(segment, end, base, out)
-        return None
-    except UnicodeDecodeError as error:
-        return str(error)
-    _keep(event, segment, out)
-    return None
+            raise
+        end = segment.rfind(b"}", 0, int(trailing.group(1)) - 1) + 1  # the decoder counts the byte itself
+        return decode_event(segment[:end]), end
 
 
 def _keep(event: Event, text: bytes, out: Salvage) -> None:
