@@ -56,8 +56,7 @@ def calibrate(rule: rules.Rule, gains: np.ndarray, device: str, tp: int) -> Cali
     """Each session's A/A pairs through the functions that `accept.calibrate` uses."""
     sd = np.array([stats.robust_sd(g) for g in gains])
     bias = np.array([stats.hodges_lehmann(g) for g in gains])
-    n = gains.shape[1]
-    margin = [rules.margin_for(rule, device, tp, float(s), float(b), n) for s, b in zip(sd, bias, strict=True)]
+    margin = [rules.margin_for(rule, device, tp, float(s), float(b)) for s, b in zip(sd, bias, strict=True)]
     return Calibrated(sd, np.array(margin), gains.shape[1] - 1)
 
 
@@ -114,6 +113,9 @@ def rows(protocols: list[Protocol], sessions: int) -> list[Row]:
         found.append(simulate(protocol, "quiet", noise.MODELS["quiet"], noise.MODELS["quiet"], "cpu", 4, sessions))
         louder = noise.MODELS["oversubscribed"], noise.MODELS["typical"]
         found.append(simulate(protocol, "typical->oversubscribed", *louder, "cpu", 4, sessions))
+        for name, bias in (("quiet", 0.01), ("typical", 0.02)):
+            biased = noise.Biased(noise.MODELS[name], bias)
+            found.append(simulate(protocol, f"{name}, biased {bias:.0%}", biased, biased, "cpu", 1, sessions))
         for name, source in noise.recorded().items():
             found.append(simulate(protocol, f"recorded: {name}", source, source, "cpu", 4, sessions))
     return found

@@ -51,6 +51,17 @@ MODELS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Biased:
+    """A measurement that favours arm b by a fixed log gain, in A/A as well."""
+
+    source: Noise
+    bias: float
+
+    def gains(self, trials: int, pairs: int, rng: np.random.Generator) -> np.ndarray:
+        return self.source.gains(trials, pairs, rng) + self.bias
+
+
+@dataclass(frozen=True, slots=True)
 class Recorded:
     """A/A log-ratios of real launches, in the order taken; runs of neighbours are drawn, so that drift survives."""
 

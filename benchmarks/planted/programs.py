@@ -35,6 +35,7 @@ NORM_CHAIN = [(ADD, 1500), (CAST, 2400), (POW, 1500), (MEAN, 2400), (ADD, 1500),
 # Role -> (ns, inputs, outputs); bf16 at 4.13 TB/s, just under the measured read bandwidth of an H200.
 PRODUCTS = {"qkv": (12_190, 4096, 6144), "o": (8_130, 4096, 4096), "gate_up": (48_760, 4096, 24576), "down": (24_380, 12288, 4096)}
 HEAD_NS = 198_500  # 4096 x 100,000
+SAMPLING = ("aten::div", "aten::sort", "aten::softmax", "aten::cumsum", "aten::le", "aten::scatter", "aten::masked_fill", "aten::softmax", "aten::multinomial", "aten::gather")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Plant:
     side_copy_ns: int = 0  # a copy on another stream that the compute stream waits for
     side_reads: int = 0  # .item() calls on a stream that has nothing else to do
     python_ns: int = 0  # Python in front of every operator (CPU)
+    gathers: int = 0  # gathers of the cache before attention, a layer (CPU)
+    sampling: int = 0  # small operations behind the output head
     clones: int = 0  # copying operators a layer (CPU)
     duty: float = 1.0  # of all device times: below 1 the host is too slow for the device
 
@@ -93,6 +96,7 @@ def graphed(m: Machine, p: Plant) -> Generator[Yield, int, None]:
         pieces = max(1, p.reads_per_step + 1)
         kernels = [(n, int(ns * p.duty)) for _ in range(LAYERS) for n, ns, _ in layer_kernels(p)]
         kernels += [("nvjet_sm90_tst_head_TNT", HEAD_NS), (ARGMAX, 8 * K)]
+        kernels += [(f"void at::native::sampling_kernel_{i}", 5 * K) for i in range(p.sampling)]
         size = -(-len(kernels) // pieces)
         for i in range(0, len(kernels), size):
             if i:
@@ -192,6 +196,8 @@ def cpu(m: Machine, p: Plant) -> Generator[Yield, int, None]:
             if p.metadata:
                 _cpu_op(m, p, "aten::arange", 12 * K, [[]])
                 _cpu_op(m, p, "aten::lt", 10 * K, [[21], [1, 1]])
+            for _ in range(p.gathers):
+                _cpu_op(m, p, "aten::index", 25 * K, [[4096, 16, 4, 32], []])
             _cpu_op(m, p, "aten::scaled_dot_product_attention", 80 * K, [[1, 8, 1, 32], [1, 8, 21, 32]])
             _cpu_op(m, p, "aten::linear", 50 * K, [[1, 256], [256, 256]])
             for _ in range(p.clones):
@@ -206,6 +212,8 @@ def cpu(m: Machine, p: Plant) -> Generator[Yield, int, None]:
                 yield from _gloo(m, p)
         _cpu_op(m, p, "aten::linear", 150 * K, [[1, 256], [2048, 256]])
         _cpu_op(m, p, "aten::argmax", 15 * K, [[1, 2048]])
+        for name in SAMPLING[: p.sampling]:
+            _cpu_op(m, p, name, 14 * K, [[1, 2048]])
     m.grad = None
     m.python(p.between_ns)
 
