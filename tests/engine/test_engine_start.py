@@ -156,7 +156,7 @@ def test_the_ranks_slices_make_up_the_whole(load_format, odd_model):
     whole, ranks = load(0, 1), [load(rank, 4) for rank in range(4)]
     for name, full in whole.named_parameters():
         shard = getattr(whole.get_submodule(name.rpartition(".")[0]), "shard", None)
-        parts = [rank.get_parameter(name) for rank in ranks]
+        parts: list[torch.Tensor] = [rank.get_parameter(name) for rank in ranks]
         if shard is None:
             assert all(torch.equal(part, full) for part in parts)
             continue
