@@ -6,7 +6,7 @@ computing accounts (attribute), deciding what may be compared (comparable).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trace_diff.ingest import TraceSet
@@ -85,7 +85,7 @@ class Analysis:
     collectives: Collectives | None
     observer: Observer
     notes: tuple[str, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)  # provenance found in the trace
+    seen_steps: tuple[int, int] = (0, 0)  # steps of the phase on the pace-setting rank; of them empty or not whole
 
     @property
     def breakdown(self) -> Breakdown:
@@ -96,6 +96,11 @@ class Analysis:
     def tokens_per_step(self) -> int:
         """Output tokens of one step; 1 when not known (a decode step makes at least one)."""
         return self.cell.tokens or 1
+
+    @property
+    def units_per_step(self) -> int:
+        """What savings are given per: output tokens of a decode step, requests of a prefill step."""
+        return self.tokens_per_step if self.phase is Phase.DECODE else self.cell.batch or 1
 
     def with_control(self, control_step_us: float | None) -> Analysis:
         """The same analysis with the unprofiled wall of the same cell."""

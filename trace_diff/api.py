@@ -29,7 +29,7 @@ from trace_diff.types import Breakdown, Finding, Phase, Step
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Analysis", "Diff", "NoSteps", "analyse", "compare", "find", "findings_frame", "load"]
+__all__ = ["Analysis", "Cell", "Diff", "Finding", "NoSteps", "analyse", "compare", "find", "findings_frame", "load"]
 
 
 class NoSteps(ValueError):
@@ -72,6 +72,7 @@ def analyse(traceset: TraceSet, phase: str = "decode", **stated: Any) -> Analysi
         collectives=matched,
         observer=Observer(traced, float(control) if control else None),
         notes=tuple(notes),
+        seen_steps=_seen(windows.steps(by_rank[slowest]), wanted),
     )
 
 
@@ -116,6 +117,12 @@ def _steady_steps(traceset: TraceSet, phase: Phase) -> tuple[dict[int, tuple[Ste
     return out, notes
 
 
+def _seen(steps: Seq[Step], phase: Phase) -> tuple[int, int]:
+    """Steps of the phase, and how many of them are not whole; those cut by the trace's ends do not count."""
+    inner = [s for s in steps if s.phase in (phase, Phase.UNKNOWN) and not {"first", "last"} & set(s.flags)]
+    return len(inner), sum(not s.complete for s in inner)
+
+
 def _pace_setter(means: dict[int, Breakdown]) -> int:
     """The rank with the most wall that is not waiting for its peers."""
 
@@ -124,5 +131,3 @@ def _pace_setter(means: dict[int, Breakdown]) -> int:
 
     return max(means, key=lambda r: (own(means[r]), -r))
 
-
-_ = Cell  # re-exported for callers that state a cell

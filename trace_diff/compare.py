@@ -9,7 +9,7 @@ difference (findings), drawing (reports).
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trace_diff import groups
@@ -111,6 +111,7 @@ def compare(analyses: Seq[Analysis]) -> Diff:
     """Compare any number of analyses with the first. Raises ValueError when there is none."""
     if not analyses:
         raise ValueError("nothing to compare: give at least one analysis")
+    analyses = _distinct(analyses)
     base = analyses[0]
     kept: list[tuple[Analysis, tuple[str, ...]]] = [(base, ())]
     context: list[ContextRow] = []
@@ -134,6 +135,16 @@ def compare(analyses: Seq[Analysis]) -> Diff:
         coverage=coverage,
         notes=tuple(notes),
     )
+
+
+def _distinct(analyses: Seq[Analysis]) -> list[Analysis]:
+    """Labels made unique: a second "vllm" becomes "vllm #2"."""
+    seen: dict[str, int] = {}
+    out: list[Analysis] = []
+    for a in analyses:
+        seen[a.label] = seen.get(a.label, 0) + 1
+        out.append(a if seen[a.label] == 1 else replace(a, label=f"{a.label} #{seen[a.label]}"))
+    return out
 
 
 def _column(a: Analysis, assumed: tuple[str, ...]) -> EngineColumn:

@@ -180,7 +180,7 @@ def test_results_are_plain_json(tmp_path: Path):
 
     for value in (here.to_json(), diff.to_json(), [asdict(f) for f in api.find(here)]):
         json.dumps(value)
-    assert list(diff.frame().columns) == ["kind", "category", "here", "here"]
+    assert list(diff.frame().columns) == ["kind", "category", "here", "here #2"]
     assert set(api.findings_frame(api.find(here)).columns) >= {"id", "status", "bound_us"}
 
 
@@ -188,3 +188,75 @@ def test_no_step_of_the_phase_is_an_error_that_says_what_there_is(tmp_path: Path
     built(tmp_path / "here", programs.graphed, Plant())
     with pytest.raises(api.NoSteps, match="8 decode"):
         api.analyse(api.load(tmp_path / "here", "here"), phase="prefill")
+
+
+def _write(folder: Path, machine: Machine) -> Path:
+    folder.mkdir()
+    path = folder / "rank0.json"
+    path.write_text(json.dumps(machine.trace(None)))
+    return path
+
+
+def _prefill_step(m: Machine, head_rows: int) -> None:
+    with m.annotate("execute_context_1(16)_generation_0(0)"):
+        m.python(10 * K)
+        for _ in range(4):
+            for name, ns, k, n in (("qkv", 60, 256, 512), ("o", 40, 256, 256), ("up", 90, 256, 1536), ("down", 80, 768, 256)):
+                with m.op("aten::mm", 2 * K, **{"Input Dims": [[16, k], [k, n]], "Input type": ["float", "float"]}):
+                    m.kernel(f"nvjet_{name}", ns * K)
+                if name == "qkv":
+                    m.kernel(programs.FLASH, 30 * K)
+        dims = [[head_rows, 256], [256, 2048]]
+        with m.op("aten::mm", 2 * K, **{"Input Dims": dims, "Input type": ["float", "float"]}):
+            m.kernel("nvjet_head", 400 * K)
+        m.read_later()
+        m.wait_for_read(back=1)
+
+
+@pytest.mark.parametrize(("rows", "status"), [(16, Status.FOUND), (1, Status.NOT_FOUND)])
+def test_prefill_that_computes_logits_of_every_token_is_found_per_request(tmp_path: Path, rows: int, status: Status):
+    m = Machine()
+    for _ in range(6):
+        _prefill_step(m, rows)
+    here = api.analyse(api.load(_write(tmp_path / "p", m), "p"), phase="prefill")
+    finding = {f.rule: f for f in api.find(here)}["prefill-path"]
+    assert finding.status is status
+    if status is Status.FOUND:
+        assert finding.per == "request" and finding.evidence[0]["us"] == pytest.approx(400 * 15 / 16, rel=0.02)
+
+
+def test_prefill_between_decode_steps_is_named_but_not_charged_to_them(tmp_path: Path):
+    m = Machine()
+    for k in range(9):
+        if k == 4:
+            _prefill_step(m, 1)
+        run(lambda x, _: programs.graphed(x, Plant()), [m], 1)
+    finding = {f.rule: f for f in api.find(api.analyse(api.load(_write(tmp_path / "s", m), "s")))}["prefill-stall"]
+    assert finding.status is Status.FOUND and finding.bound_us is None
+    assert "scheduler-and-chunked-prefill" in finding.skills
+
+
+def test_a_trace_with_mostly_empty_steps_gets_no_verdict(tmp_path: Path):
+    """32 steps of which only two hold device work once gave a confident "idle 0.04 %" (TraceLens 972)."""
+    m = Machine()
+    for k in range(16):
+        if k in (7, 8):
+            run(lambda x, _: programs.graphed(x, Plant()), [m], 1)
+        else:
+            with m.annotate(programs.STEP):
+                m.python(200 * K)
+    findings = api.find(api.analyse(api.load(_write(tmp_path / "e", m), "e")))
+    assert {f.status for f in findings} == {Status.COULD_NOT_LOOK}
+    assert "empty or not whole" in findings[0].missing[0]
+
+
+def test_few_odd_rows_do_not_change_the_order_of_findings(tmp_path: Path):
+    """Seven kernels with absurd durations once made up 62 % of all device time (TraceLens 669)."""
+    m = Machine()
+    run(lambda x, _: programs.graphed(x, Plant(device_copies=3)), [m], 10)
+    clean = api.find(api.analyse(api.load(_write(tmp_path / "c", m), "c")), control_step_us=2000.0)
+    kernels = [e for e in m.events if e["cat"] == "kernel"]
+    for e in kernels[50::400]:
+        e["dur"] += 16_000_000_000
+    odd = api.find(api.analyse(api.load(_write(tmp_path / "o", m), "o")), control_step_us=2000.0)
+    assert [f.id for f in odd][:1] == [f.id for f in clean][:1] == ["redundant-copies"]

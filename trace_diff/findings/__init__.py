@@ -19,14 +19,18 @@ from trace_diff.findings import (
     between_steps,
     comm_wait,
     copies,
+    gathered_attention,
     graph_region,
     host_copies,
     host_reads,
     launch_bound,
     overlap,
+    prefill_path,
+    prefill_stall,
     python_time,
     recompilation,
     roofline_gap,
+    sampling_cost,
     slow_transfer,
     slower_kernels,
     split_products,
@@ -36,7 +40,8 @@ from trace_diff.findings import (
 )
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Answer, CouldNotLook, Draft, NotFound
-from trace_diff.findings.judge import judge
+from trace_diff.findings.judge import judge, withheld
+from trace_diff.findings.trust import doubts
 from trace_diff.types import Finding
 
 RULES: tuple[ModuleType, ...] = (
@@ -52,6 +57,10 @@ RULES: tuple[ModuleType, ...] = (
     slower_kernels,
     roofline_gap,
     step_invariant,
+    gathered_attention,
+    sampling_cost,
+    prefill_path,
+    prefill_stall,
     between_steps,
     recompilation,
     overlap,
@@ -67,6 +76,9 @@ __all__ = ["RULES", "find"]
 def find(analysis: Analysis, references: Seq[Analysis] = ()) -> list[Finding]:
     """All rules' answers: found with a saving (dearest first), found without, not found, could not look."""
     context = Context(analysis, references)
+    reasons = doubts(context)
+    if reasons:
+        return [withheld(rule, reasons) for rule in RULES]
     answers = [(rule, answer) for rule in RULES for answer in _look(rule, context)]
     return judge(context, answers)
 

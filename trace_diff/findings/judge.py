@@ -16,6 +16,7 @@ from trace_diff.findings.draft import Answer, Basis, CouldNotLook, Draft, NotFou
 from trace_diff.findings.ledger import Ledger
 from trace_diff.types import Finding, Phase, Status
 
+MOSTLY = 0.9  # of a saving on device clocks: then the profiler did not stretch it
 SMALLEST_NS = 500.0  # of one step: below this a cost is not worth a line
 
 
@@ -25,6 +26,7 @@ class _Claim:
     draft: Draft
     alone_ns: float
     claimed_ns: float
+    device_ns: float  # the part of alone_ns that rests on device clocks
 
 
 def judge(context: Context, answers: Seq[tuple[ModuleType, Answer]]) -> list[Finding]:
@@ -54,8 +56,8 @@ def _kept(claims: list[_Claim]) -> list[_Claim]:
 
 def _claim(ledger: Ledger, rule: ModuleType, draft: Draft, alone: float) -> _Claim:
     if draft.counted_under or not _every_step(draft):
-        return _Claim(rule, draft, alone, 0.0)
-    return _Claim(rule, draft, alone, ledger.claim(draft))
+        return _Claim(rule, draft, alone, 0.0, 0.0)
+    return _Claim(rule, draft, alone, ledger.claim(draft), ledger.device_part(draft))
 
 
 def _every_step(draft: Draft) -> bool:
@@ -73,8 +75,9 @@ def scale(observer: Observer, basis: Basis) -> float | None:
 
 def _found(context: Context, claim: _Claim) -> Finding:
     draft, observer = claim.draft, context.analysis.observer
-    tokens = context.analysis.tokens_per_step
-    factor = scale(observer, draft.basis)
+    units = context.analysis.units_per_step
+    basis = Basis.DEVICE if claim.device_ns >= MOSTLY * max(claim.alone_ns, 1.0) else draft.basis
+    factor = scale(observer, basis)
     notes = list(draft.notes)
     bound: float | None = None
     if draft.counted_under:
@@ -83,8 +86,11 @@ def _found(context: Context, claim: _Claim) -> Finding:
         seen, total = draft.seen_in or (0, 0)
         notes.append(f"one-time: in {seen} of {total} steps, not a cost per step")
     elif factor is not None:
-        bound = claim.claimed_ns * factor / 1000 / tokens
-    notes += _observer_notes(observer, draft.basis)
+        bound = claim.claimed_ns * factor / 1000 / units
+    elif claim.device_ns >= SMALLEST_NS:
+        bound = min(claim.claimed_ns, claim.device_ns) / 1000 / units
+        notes.append("the saving is of device time only")
+    notes += _observer_notes(observer, basis)
     if claim.alone_ns - claim.claimed_ns > 0.02 * claim.alone_ns and bound is not None:
         notes.append(f"{claim.alone_ns / 1000:.1f} us per step on its own; the rest is claimed by dearer findings")
     evidence = ({"what": "traced per step", "us": round(claim.alone_ns / 1000, 3)}, *draft.evidence)
@@ -117,6 +123,11 @@ def _observer_notes(observer: Observer, basis: Basis) -> list[str]:
 
 def _plain(rule: ModuleType, status: Status, title: str, evidence: tuple[dict[str, object], ...] = ()) -> Finding:
     return Finding(id=rule.RULE, rule=rule.RULE, status=status, title=title, evidence=evidence)
+
+
+def withheld(rule: ModuleType, reasons: tuple[str, ...]) -> Finding:
+    """A rule's answer on a trace that is too damaged to judge."""
+    return _blind(rule, CouldNotLook(reasons, ("the trace is damaged: verdicts are withheld",)))
 
 
 def _blind(rule: ModuleType, answer: CouldNotLook) -> Finding:

@@ -35,6 +35,12 @@ class Ledger:
             return min(draft.direct_ns, self._model.wall)
         return self._rest(draft.rest, Edit(), self._model.wall)
 
+    def device_part(self, draft: Draft) -> float:
+        """The part of `alone` that rests on device clocks only: the edit without its host side."""
+        if draft.edit is None or not draft.edit.device:
+            return 0.0
+        return self._model.wall - self._model.wall_with(Edit(device=draft.edit.device))
+
     def claim(self, draft: Draft) -> float:
         """What the draft saves on top of all earlier claims; that much is no longer available."""
         before = self.left

@@ -17,7 +17,7 @@ SKILLS = ("compile-regions", "static-decode-metadata")
 FORMULA = "time of compiling and loading calls in the step"
 _COMPILES = re.compile(
     r"compile_fx|CompileFxGraph|compile_file|dynamo.*compile|_compile\b|convert_frame|Inductor.*compile|"
-    r"triton.*compil|autotun|nvrtc|Pregraph|backend_compile|aot_.*compil",
+    r"triton.*compil|autotun|nvrtc|backend_compile|aot_.*compil",
     re.I,
 )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trace_diff import fusion
+from trace_diff.analysis import Analysis
 from trace_diff.findings.calls import operators
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, Draft, NotFound
@@ -72,7 +73,7 @@ def _free_cast(context: Context, item: int) -> bool:
 def _draft(context: Context, use: _Use) -> Draft:
     seq = context.analysis.sequence
     assert seq is not None
-    fused = _fused_us(context, use.family)
+    fused = _fused_us(context, use)
     device: dict[int, float] = {}
     whole = kept = 0.0
     gone: list[int] = []
@@ -114,31 +115,53 @@ def _draft(context: Context, use: _Use) -> Draft:
     )
 
 
-def _fused_us(context: Context, family: Family) -> tuple[float, str] | None:
-    """The cheapest reference's mean time of its fused kernel, with that reference's label."""
+def _fused_us(context: Context, use: _Use) -> tuple[float, str] | None:
+    """(us per chain, words): what a reference needs for the same work; None when none does it in fewer kernels.
+
+    By name where a reference runs a kernel of the family; else by alignment: the group that holds the chains,
+    less what this engine runs there besides the chains.
+    """
     best: tuple[float, str] | None = None
     for reference in context.references:
         seq = reference.sequence
         if seq is None or seq.device != ("gpu" if context.on_gpu else "cpu"):
             continue
-        times = [float(d) for n, d in zip(seq.names, seq.dur_ns, strict=True) if family.fused.search(n)]
+        times = [float(d) for n, d in zip(seq.names, seq.dur_ns, strict=True) if use.family.fused.search(n)]
         if times:
             mean = sum(times) / len(times) / 1000
-            if best is None or mean < best[0]:
-                best = (mean, reference.label)
+            found = (mean, f"fused in {reference.label} ({mean:.1f} us)")
+        else:
+            found = _by_alignment(context, use, reference)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
     return best
+
+
+def _by_alignment(context: Context, use: _Use, reference: Analysis) -> tuple[float, str] | None:
+    seq = context.analysis.sequence
+    assert seq is not None
+    rows = {int(seq.rows[i]) for i in use.chains[len(use.chains) // 2]}
+    for group in context.aligned(reference):
+        here, there = group.cells
+        if group.anchor or not rows <= set(here.rows) or not there.count:
+            continue
+        inside = [c for c in use.chains if {int(seq.rows[i]) for i in c} <= set(here.rows)]
+        items = sum(map(len, inside))
+        rest_count, rest_us = here.count - items, here.us - sum(float(seq.dur_ns[i]) for c in inside for i in c) / 1000
+        count, us = there.count - rest_count, there.us - rest_us
+        if count >= items:
+            return None
+        return max(0.0, us) / len(inside), f"{group.sentence()}"
+    return None
 
 
 def _verdict(context: Context, family: Family, fused: tuple[float, str] | None) -> str:
     if fused is not None:
-        return f"fused in {fused[1]} ({fused[0]:.1f} us)"
+        return fused[1]
     seq = context.analysis.sequence
     assert seq is not None
-    here = set(seq.names)
-    if any(family.fused.search(n) for n in here):
+    if any(family.fused.search(n) for n in set(seq.names)):
         return "path exists in this engine but is not used here"
     if any(family.fused.search(n) for n in context.trace.names):
         return "path exists in this engine but is off in this phase"
     return "split everywhere" if context.references else "no reference to compare with"
-
-
