@@ -164,6 +164,8 @@ def calibration(points: Sequence[Prediction]) -> Figure:
         axes.set_xlabel("predicted saving per token")
         axes.set_ylabel("measured saving per token")
         for axis in (axes.xaxis, axes.yaxis):
+            if high / low < 300:
+                axis.set_major_locator(LogLocator(10, (1, 2, 5) if high / low < 100 else (1, 3)))
             axis.set_major_formatter(FuncFormatter(lambda v, _: tick(v)))
             axis.set_minor_formatter(NullFormatter())
         used = dict.fromkeys(p.outcome for p in points)

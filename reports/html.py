@@ -6,6 +6,7 @@ hostile. Not for: the numbers (`run_page`, `diff_page`), figures (`figures`).
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +27,19 @@ _DIFF_LINES, _DIFF_WIDTH = 400, 400
 
 
 def _diff(edit: dict[str, str]) -> Markup:
-    """An edit as removed and added lines."""
+    """An edit as removed, added and unchanged lines; long ones are cut, and say so."""
+    old, new = edit["old"].splitlines(), edit["new"].splitlines()
+    if len(old) + len(new) <= _DIFF_LINES:
+        lines = [x for x in difflib.ndiff(old, new) if not x.startswith("?")]
+    else:  # ndiff takes quadratic time
+        lines = [f"- {x}" for x in old[: _DIFF_LINES // 2]] + [f"+ {x}" for x in new[: _DIFF_LINES // 2]]
     out = []
-    for sign, css, text in (("-", "del", edit["old"]), ("+", "add", edit["new"])):
-        lines = text.splitlines()
-        for line in lines[:_DIFF_LINES]:
-            out.append(Markup('<span class="{}">{} {}</span>').format(css, sign, clip(line, _DIFF_WIDTH)))
-        if len(lines) > _DIFF_LINES:
-            out.append(escape(f"{sign} … {len(lines) - _DIFF_LINES:,} more lines"))
+    for line in lines:
+        css = {"-": "del", "+": "add"}.get(line[:1], "same")
+        out.append(Markup('<span class="{}">{}</span>').format(css, clip(line, _DIFF_WIDTH)))
+    left = max(0, len(old) + len(new) - _DIFF_LINES)
+    if left:
+        out.append(escape(f"… of {len(old):,} removed and {len(new):,} added lines, {_DIFF_LINES // 2} of each are shown at most"))
     return Markup("\n").join(out)
 
 

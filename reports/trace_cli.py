@@ -233,7 +233,7 @@ def _analyses(options: argparse.Namespace) -> list[Analysis]:
             traces, control = _load(spec, label)
             analysis = api.analyse(traces, options.phase)
         except api.NoSteps as error:
-            raise Stop(4, str(error)) from None
+            raise Stop(4, f"{error}{_damage(traces)}") from None
         except _known_errors() as error:
             raise Stop(3, _one_line(error, spec)) from None
         if any(a.label == analysis.label for a in found):
@@ -248,6 +248,12 @@ def _analyses(options: argparse.Namespace) -> list[Analysis]:
     if unknown:
         raise Stop(2, f"--control-us {unknown[0]}: no such label; there are: {', '.join(a.label for a in found)}")
     return found
+
+
+def _damage(traces: TraceSet) -> str:
+    """What loading had to say of the files, for an error that it may explain."""
+    said = [f"{t.path}: {m}" for t in traces for m in t.notes.messages]
+    return f" ({'; '.join(said[:4])})" if said else ""
 
 
 def _one_line(error: Exception, spec: str) -> str:

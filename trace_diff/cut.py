@@ -90,7 +90,7 @@ def read_json(path: Path) -> bytes:
     try:
         return gzip.decompress(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise CutError(f"{path}: damaged gzip, {error}") from None
+        raise CutError(f"{path}: damaged gzip of {len(data)} bytes, {error}") from None
 
 
 def split(path: Path) -> tuple[dict[str, msgspec.Raw], list[msgspec.Raw]]:
@@ -105,7 +105,8 @@ def split(path: Path) -> tuple[dict[str, msgspec.Raw], list[msgspec.Raw]]:
         top = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         events = msgspec.json.decode(top.pop("traceEvents", b"[]"), type=list[msgspec.Raw])
     except msgspec.DecodeError as error:
-        raise CutError(f"{path}: {error}; only whole files can be cut") from None
+        where = "" if "byte" in str(error) else f" at byte {len(text)}"
+        raise CutError(f"{path}: {error}{where}; only whole files can be cut") from None
     except UnicodeDecodeError as error:
         raise CutError(f"{path}: not UTF-8 at byte {error.start}; only whole files can be cut") from None
     return top, events
@@ -232,13 +233,13 @@ def cut(
     """
     from trace_diff import ingest, windows
 
+    top, raws = split(src)
     trace = ingest.load(src)
     every = sorted(windows.steps(trace), key=lambda s: s.start_ns)
     try:
         steps = choose(every, prefill, decode)
     except CutError as error:
         raise CutError(f"{src}: {error}") from None
-    top, raws = split(src)
     rows = list(_rows(src, raws))
     shift = trace.base_ns - int(trace.meta.get("baseTimeNanoseconds") or 0)  # columns start at the first event
     at = every.index(steps[-1]) + 1

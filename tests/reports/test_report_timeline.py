@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_spans_lie_inside_the_step_and_do_not_overlap(gpu: list[Analysis]) -> No
             spans = sorted(lane.spans, key=lambda s: s.start_us)
             assert spans and spans[0].start_us >= 0
             assert spans[-1].start_us + spans[-1].dur_us <= view.end_us
-            for a, b in zip(spans, spans[1:], strict=False):
+            for a, b in itertools.pairwise(spans):
                 assert a.start_us + a.dur_us <= b.start_us + 0.002
 
 
