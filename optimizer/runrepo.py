@@ -144,8 +144,15 @@ class RunRepo:
 
     def sources(self, commit: str, globs: Sequence[str]) -> dict[str, str]:
         """Text of every file of a commit that matches one of the globs (`engine/**/*.py`)."""
-        names = [n for n in self.git("ls-tree", "-r", "-z", "--name-only", commit).split("\0") if n]
-        return {name: self.show(commit, name) for name in names if matches(name, globs)}
+        names = [n for n in self.git("ls-tree", "-r", "-z", "--name-only", commit).split("\0") if n and matches(n, globs)]
+        asked = "".join(f"{commit}:{name}\n" for name in names)
+        raw = self.git("cat-file", "--batch", stdin=asked).encode("utf-8", "surrogateescape")
+        found: dict[str, str] = {}
+        for name in names:  # each: "<sha> blob <size>\n<bytes>\n"
+            head, _, raw = raw.partition(b"\n")
+            size = int(head.rsplit(b" ", 1)[1])
+            found[name], raw = raw[:size].decode("utf-8", "surrogateescape"), raw[size + 1 :]
+        return found
 
     def show(self, commit: str, path: str) -> str:
         return self.git("cat-file", "blob", f"{commit}:{path}")

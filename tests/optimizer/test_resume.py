@@ -113,7 +113,7 @@ def test_an_undisturbed_run_is_what_the_others_are_compared_with(undisturbed):
     assert kinds[::2] == ["accepted", "accepted"] and kinds[1] in ("rejected", "undecided")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 14, 19, 23, 28, 33, 39, 46, 52, 57, 61, 66, 72, 79, 85, 93, 101])
+@pytest.mark.parametrize("count", [1, 2, 4, 9, 14, 23, 33, 41, 52, 61, 72, 85, 101])
 def test_a_kill_loses_no_finished_attempt_and_repeats_none(tmp_path, undisturbed, count):
     place = tmp_path / "run"
     new_run(place).ledger.close()

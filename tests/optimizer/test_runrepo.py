@@ -146,3 +146,12 @@ def test_globs_span_folders_only_where_they_say_so(path, glob, expected):
 
 def test_trailers_stay_on_one_line():
     assert compose("a\nb", "", {"K": "x\ny"}) == "a b\n\nK: x y\n"
+
+
+def test_sources_are_read_byte_for_byte_whatever_they_hold(repo):
+    base = repo.incumbent()
+    text = "line\r\n\udce9 not utf-8\n\nend without newline"
+    commit = repo.commit_sources(base, {"odd.py": text, "empty.py": "", "x/y.py": "y\n"}, "T", "", {})
+    found = repo.sources(commit, ("**/*.py",))
+    assert found["odd.py"] == text and found["empty.py"] == "" and found["x/y.py"] == "y\n"
+    assert "target.toml" not in found and len(found) == 5
