@@ -30,8 +30,8 @@ class Playbook:
 
     name = "playbook"
 
-    def __init__(self, folders: Iterable[Path] = (), built_in: Path | None = skillbook.BUILT_IN) -> None:
-        self.skills = skillbook.load_all([*([built_in] if built_in else []), *folders])
+    def __init__(self, folders: Iterable[Path | str] = (), built_in: Path | None = skillbook.BUILT_IN) -> None:
+        self.skills = skillbook.load_all([*([built_in] if built_in else []), *map(Path, folders)])
 
     def propose(self, ctx: ProposeContext) -> Series | Declined:
         """The first series worth trying, or every reason why there is none."""
@@ -46,7 +46,7 @@ class Playbook:
     def _candidates(self, ctx: ProposeContext) -> Iterator[tuple[Finding, Skill, Entry | None]]:
         """Pairs to try, best first: proven savings before bounds, then dearest finding, then the rule's order."""
         pairs = []
-        for finding in ctx.findings:
+        for place, finding in enumerate(ctx.findings):  # as given: dearest first, unbounded ones by their cost
             if finding.status is not Status.FOUND:
                 continue
             for order, skill in enumerate(self._answering(finding)):
@@ -54,7 +54,7 @@ class Playbook:
                 proven = entry.expected_saving_us(ctx.budget.token_us) if entry else None
                 bound = finding.bound_us if finding.bound_us is not None else -1.0
                 saving = min(proven, bound) if proven is not None and bound >= 0 else proven
-                key = (saving is None, -(saving or 0.0), -bound, finding.id, order)
+                key = (saving is None, -(saving or 0.0), -bound, place, order)
                 pairs.append((key, finding, skill, entry))
         pairs.sort(key=lambda p: p[0])
         return ((finding, skill, entry) for _, finding, skill, entry in pairs)

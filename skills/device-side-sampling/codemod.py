@@ -45,6 +45,9 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
     site = _plan_site(caller.plan_class, functions)
     if site is None:
         return {"declined": f"no place that builds {caller.plan_class} beside its list of sequences"}
+    imports = _imports(condition, shared, functions, trees)
+    if imports is None:
+        return {"declined": f"the sampler's condition ({condition}) uses names that cannot be imported"}
     edits: dict[str, dict[cst.CSTNode, object]] = {}
     _add_field(classes[caller.plan_class], edits.setdefault(classes[caller.plan_class].file, {}))
     _fill(*site, condition, edits.setdefault(site[0].file, {}))
@@ -53,11 +56,14 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
     edits.setdefault(caller.function.file, {})[caller.call] = value
     if len(edits) > MAX_FILES:
         return {"declined": f"plan, scheduler and runner are {len(edits)} files; more than one patch may touch"}
+    changed = {file: t.replace(trees[file], new) for file, new in edits.items()}
+    for line in imports:
+        changed[site[0].file] = t.add_import(changed[site[0].file], line)
     return {
-        "sources": {file: t.replace(trees[file], new).code for file, new in edits.items()},
+        "sources": {file: tree.code for file, tree in changed.items()},
         "mechanism": "device-side-sampling",
         "title": "Every rank takes the greedy token itself",
-        "predicted_us": None if finding.get("bound_us") is None else 0.2 * finding["bound_us"],
+        "predicted_us": None if finding.get("bound_us") is None else 0.1 * finding["bound_us"],
         "invariants": ["gathered logits are the same bits on every rank", "steps with a sampled or length-bound request still ask rank 0"],
         "params": {},
         "activation": {
@@ -117,6 +123,16 @@ def _greedy_condition(shared: t.Function, functions: list[t.Function]) -> str | 
             return None
         return condition if exempt is None else f"{condition} and not ({exempt})"
     return None
+
+
+def _imports(condition: str, shared: t.Function, functions: list[t.Function], trees: dict[str, cst.Module]) -> list[str] | None:
+    """Import lines for the sampler's module constants that the condition uses; None when a name is something else."""
+    sampler = _sampler(shared, functions)
+    assert sampler is not None
+    constants = {p[0] for s in trees[sampler.file].body if (p := t.assigned(s))}
+    free = t.names_in(cst.parse_expression(condition)) - {"s", "len", "min", "max", "any", "all", "bool", "int", "float"}
+    module = sampler.file.removesuffix(".py").replace("/", ".")
+    return [f"from {module} import {name}" for name in sorted(free)] if free <= constants else None
 
 
 def _all_of(statement: cst.CSTNode) -> str | None:

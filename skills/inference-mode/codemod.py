@@ -71,7 +71,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
         "params": {},
         "activation": {
             "appear": [],
-            "vanish": [{"row": "*Backward*", "phase": "any", "ranks": "all"}, {"row": "aten::detach", "phase": "decode", "ranks": "all", "fewer": True}],
+            "vanish": [{"row": "detach", "phase": "decode", "ranks": "all"}],  # the autograd node's own row
         },
     }
 
