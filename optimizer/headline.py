@@ -47,6 +47,16 @@ def headline(run: Run, do: Services) -> dict[str, Any] | None:
     return found
 
 
+def bound_us(run: Run) -> float | None:
+    """Least microseconds per token that this machine allows one stream, as the physics gate measured; None without it."""
+    floors = [
+        line["data"]["facts"]["floor_s"] * 1e6
+        for line in run.ledger.lines()
+        if line["kind"] == "gate" and line["data"].get("gate") == "physics" and line["data"]["facts"].get("floor_s")
+    ]
+    return min(floors, default=None)
+
+
 def planned(do: Services) -> int:
     return do.protocol.headline_pairs
 

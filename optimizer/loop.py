@@ -12,7 +12,7 @@ from optimizer.calibrating import calibrate, canary_due, run_canary
 from optimizer.candidate import build
 from optimizer.capturing import capture_incumbent
 from optimizer.explain import explain
-from optimizer.headline import headline
+from optimizer.headline import bound_us, headline
 from optimizer.judge import gates, pause_point, screen, stage
 from optimizer.propose import propose
 from optimizer.run import Run
@@ -79,7 +79,8 @@ class Loop:
             calibrate(run, do)
         ablate(run, do)
         shrink(run, do)
-        run.ledger.append("finished", None, {"reason": why, "headline": headline(run, do), **do.budget.facts()})
+        end = {"reason": why, "headline": headline(run, do), "bound_us_per_token": bound_us(run)}
+        run.ledger.append("finished", None, {**end, **do.budget.facts()})
         return why
 
     def reason_to_stop(self, diagnosis: Diagnosis) -> str | None:

@@ -83,4 +83,4 @@ def total(lines: Sequence[Line]) -> str:
     rate = f"{1e6 / head['a_us']:.1f} -> {1e6 / head['b_us']:.1f} tok/s"
     text = f"{accepted} accepted: {1 / head['ratio']:.2f}x{ends}, {rate}, from {head['pairs']} fresh pairs{short}"
     bound = (finished or {}).get("bound_us_per_token")
-    return text + (f"; no engine here can pass {1e6 / bound:,.0f} tok/s" if bound else "")
+    return text + (f"; reading the weights alone bounds it at {1e6 / bound:,.0f} tok/s here" if bound else "")
