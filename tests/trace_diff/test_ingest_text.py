@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 import subprocess
@@ -134,7 +135,7 @@ def test_what_is_no_time_is_said_to_be_none(text):
 def test_gzip_of_several_members_is_one_text(tmp_path, members):
     data = decode_steps(Build()).text().encode()
     cut = [len(data) * k // members for k in range(members + 1)]
-    blob = b"".join(gzip.compress(data[a:b]) for a, b in zip(cut, cut[1:], strict=False))
+    blob = b"".join(gzip.compress(data[a:b]) for a, b in itertools.pairwise(cut))
     path = tmp_path / "t.json.gz"
     path.write_bytes(blob)
     trace = load(path)
@@ -175,7 +176,7 @@ def test_one_event_larger_than_many_chunks_is_read(tmp_path, monkeypatch):
     big = {"data": "x" * (1 << 20), "list": list(range(5000))}
     build = Build().op("small", 0, 5).event("cpu_op", "huge", 10, 5, args=big).op("after", 20, 5)
     trace = load(build.write(tmp_path / "t.json"))
-    at = [i for i in range(3) if trace.name(i) == "huge"][0]
+    at = next(i for i in range(3) if trace.name(i) == "huge")
     assert trace.args(at) == big
 
 

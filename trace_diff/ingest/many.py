@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from trace_diff.ingest.load import load
@@ -11,6 +16,7 @@ from trace_diff.ingest.reader import Progress, TraceError
 from trace_diff.ingest.trace import Trace, TraceSet
 
 _SUFFIXES = (".json", ".json.gz")
+_WORTH_FORKING = 4_000_000  # bytes of files: below, starting processes takes longer than loading
 
 
 def load_many(
@@ -22,7 +28,8 @@ def load_many(
     """Load every trace among `paths` (files, or folders of them) as the ranks of one run.
 
     Missing ranks (by the world size that the files state, else by gaps) and duplicate ranks are named in the
-    notes; of duplicates the first by name is used. Raises TraceError where there is no trace at all.
+    notes; of duplicates the first by name is used. `workers`: processes (default: one per core for large files).
+    Raises TraceError where there is no trace at all.
     """
     if isinstance(paths, (str, Path)):
         paths = [paths]
@@ -30,8 +37,38 @@ def load_many(
     if not files:
         raise TraceError(", ".join(map(str, paths)), 0, "no trace file here")
     label = label or files[0].parent.name
-    traces = [part for f in files for part in split(load(f, label, progress))]
+    traces = [part for trace in _load_all(files, label, workers, progress) for part in split(trace)]
     return gather(traces, label)
+
+
+def _load_all(files: list[Path], label: str, workers: int | None, progress: Progress | None) -> list[Trace]:
+    """All files, in their order; large ones in forked processes, where forking is safe (one thread)."""
+    sizes = [f.stat().st_size if f.exists() else 0 for f in files]
+    if workers is None:
+        workers = min(len(files), os.cpu_count() or 1) if sum(sizes) > _WORTH_FORKING else 1
+    can_fork = "fork" in multiprocessing.get_all_start_methods() and threading.active_count() == 1
+    if workers < 2 or len(files) < 2 or not can_fork:
+        done = 0
+        out = []
+        for file, size in zip(files, sizes, strict=True):
+            out.append(load(file, label, _shifted(progress, done, sum(sizes))))
+            done += size
+        return out
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        pending = [pool.submit(load, file, label) for file in files]
+        out = []
+        for job, done in zip(pending, itertools.accumulate(sizes), strict=True):
+            out.append(job.result())
+            if progress is not None:
+                progress(done, sum(sizes))
+        return out
+
+
+def _shifted(progress: Progress | None, done: int, total: int) -> Progress | None:
+    """Progress of one file as progress of all."""
+    if progress is None:
+        return None
+    return lambda here, _: progress(done + here, total)
 
 
 def gather(traces: list[Trace], label: str) -> TraceSet:

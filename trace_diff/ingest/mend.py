@@ -21,6 +21,9 @@ _AFTER_ITEM = re.compile(r'\s*(?:,\s*(?:"|[-\d\[{\]tfn])|\]\s*(?:[,}\]]|$)|$)', 
 _FIX = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|[\\"\x00-\x1f]')
 _BAD_ESCAPE = re.compile(r'(?<!\\)(?:\\\\)*\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _UNESCAPED = re.compile(r'\\(?!")')
+_BAD_ESCAPE_BYTES = re.compile(_BAD_ESCAPE.pattern.encode())
+_UNESCAPED_BYTES = re.compile(_UNESCAPED.pattern.encode())
+_WITH_BACKSLASH = re.compile(rb'"[^"\\]*(?:\\[^\r\n][^"\\]*)+"')
 
 
 class Unmendable(ValueError):
@@ -36,6 +39,25 @@ def mend(text: bytes) -> tuple[bytes, int, int]:
     scanner = _Scanner(text.decode("latin-1"))
     scanner.value("\x00")
     return "".join(scanner.out).encode("latin-1"), scanner.at, scanner.count
+
+
+def escape_backslashes(text: bytes) -> tuple[bytes | None, int]:
+    """`text` with its unescaped backslashes escaped, and in how many strings; (None, 0) where there are none.
+
+    Right only where quotes are in order: whoever uses it checks that the result parses.
+    """
+    count = 0
+
+    def fix(match: re.Match[bytes]) -> bytes:
+        nonlocal count
+        string = match.group()
+        if not _BAD_ESCAPE_BYTES.search(string):
+            return string
+        count += 1
+        return _UNESCAPED_BYTES.sub(rb"\\\\", string)
+
+    fixed = _WITH_BACKSLASH.sub(fix, text)
+    return (fixed, count) if count else (None, 0)
 
 
 class _Scanner:

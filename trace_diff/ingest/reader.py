@@ -37,6 +37,9 @@ class TraceError(Exception):
         self.byte = byte
         self.why = why
 
+    def __reduce__(self):
+        return type(self), (self.path, self.byte, self.why)
+
 
 def chunks(path: Path, notes: NoteBook, progress: Progress | None = None) -> Iterator[bytes]:
     """Yield the UTF-8 text of `path` in chunks of about CHUNK bytes.

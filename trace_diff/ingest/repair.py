@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from trace_diff.ingest.decode import Event, decode_event, decode_events
-from trace_diff.ingest.mend import Unmendable, mend
+from trace_diff.ingest.mend import Unmendable, escape_backslashes, mend
 
 _KEYS = rb"ph|cat|name|pid|tid|ts|dur|args|id|bp|s|cname|tts|tdur|sf"
 _START = re.compile(rb'[,\[}]\s*(\{)\s*"(?:' + _KEYS + rb')"\s*:')
@@ -65,15 +65,20 @@ def salvage(text: bytes, final: bool) -> Salvage:
 
 
 def _group(text: bytes, out: Salvage) -> bool:
-    """A whole group at once: between two faults, the text is as good as any."""
+    """A whole group at once: between two faults, the text is as good as any. Unescaped backslashes, of which a trace
+    may have one in every event, are mended here."""
     text = text.rstrip(b" \t\r\n,")
-    try:
-        events = decode_events(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    out.events.extend(events)
-    out.texts.append(text)
-    return True
+    for mended, count in ((text, 0), escape_backslashes(text)):
+        if mended is not None:
+            try:
+                events = decode_events(mended)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            out.events.extend(events)
+            out.texts.append(mended)
+            out.repaired += count
+            return True
+    return False
 
 
 def _segment(text: bytes, bounds: list[int], i: int, limit: int, final: bool, out: Salvage) -> int:
