@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 
@@ -24,7 +25,7 @@ from reports.text import micro, short, tick, wrap
 from reports.timeline import Timeline
 from reports.views import Prediction, Reference, WaterfallStep
 
-_STYLE = {
+_STYLE: Any = {  # its keys are a literal type that a plain dict is not
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.spines.top": False,

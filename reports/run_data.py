@@ -202,10 +202,11 @@ def measure(pairs: Iterable[dict[str, Any]]) -> Measured:
 def judged(found: Measured, said: dict[str, Any]) -> Measured:
     """`found` with ratio and interval replaced by what the ledger says: the judge pools its noise over pairs."""
     ratio, ci = said.get("ratio"), said.get("ci95")
-    if not found.pairs or not _is_number(ratio):
+    if not found.pairs or not isinstance(ratio, int | float) or not _is_number(ratio):
         return found
-    both = isinstance(ci, list | tuple) and len(ci) == 2 and all(_is_number(c) and c > 0 for c in ci)
-    interval = (float(ci[0]), float(ci[1])) if both else found.ci95
+    interval = found.ci95
+    if isinstance(ci, list | tuple) and len(ci) == 2 and all(_is_number(c) and c > 0 for c in ci):
+        interval = (float(ci[0]), float(ci[1]))
     return Measured(found.pairs, found.discarded, found.a_us, found.b_us, float(ratio), interval)
 
 
@@ -248,7 +249,7 @@ def _attempts(directory: Path, lines: list[dict[str, Any]]) -> list[Attempt]:
     found: dict[int, Attempt] = {}
     for line in lines:
         number, kind = line.get("attempt"), line.get("kind")
-        data = line.get("data") if isinstance(line.get("data"), dict) else {}
+        data = _data(line)
         if not isinstance(number, int) or isinstance(number, bool):
             continue
         if kind not in ("proposed", "gate", "pair", *_STAGES, *_OUTCOMES):
@@ -280,6 +281,11 @@ def _attempts(directory: Path, lines: list[dict[str, Any]]) -> list[Attempt]:
     return [found[n] for n in sorted(found)]
 
 
+def _data(line: dict[str, Any]) -> dict[str, Any]:
+    data = line.get("data")
+    return data if isinstance(data, dict) else {}
+
+
 def _patches(path: Path) -> list[dict[str, Any]]:
     try:
         data = json.loads(path.read_text("utf-8", errors="replace"))
@@ -302,8 +308,7 @@ def read(directory: Path) -> Run:
             raise RunError(f"{path}: not JSON at byte {error.pos}: {error.msg}") from None
     kinds: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
-        data = line.get("data")
-        kinds.setdefault(str(line.get("kind")), []).append(data if isinstance(data, dict) else {})
+        kinds.setdefault(str(line.get("kind")), []).append(_data(line))
     return Run(
         directory=directory,
         info=info,

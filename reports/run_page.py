@@ -6,13 +6,13 @@ reading files, drawing.
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from reports.run_data import Attempt, Measured, Run
+from reports.run_judged import command, goal, judged
 from reports.text import micro
 from reports.views import Prediction, Reference, WaterfallStep
 
@@ -115,10 +115,6 @@ def interval(found: Measured | None) -> str:
     return f"{1 / high:.2f}x to {1 / low:.2f}x"
 
 
-def percent(value: object, digits: int = 1) -> str:
-    return f"{value:.{digits}%}" if isinstance(value, int | float) else "n/a"
-
-
 def build(run: Run) -> RunPage:
     """The whole view. Works on a run that was stopped at any point."""
     rows = [_row(a) for a in run.attempts]
@@ -130,7 +126,7 @@ def build(run: Run) -> RunPage:
         waterfall=_waterfall(run),
         predictions=_predictions(run),
         references=_references(run),
-        judged=_judged(run),
+        judged=judged(run),
         command=command(run.info),
         warnings=_warnings(run),
         timing=_timing(run),
@@ -158,14 +154,6 @@ def _target(info: dict[str, Any]) -> str:
     return str(target.get("name", "")) if isinstance(target, dict) else str(target or "")
 
 
-def _goal(info: dict[str, Any]) -> str:
-    goal = info.get("goal")
-    if isinstance(goal, dict) and goal.get("value") is not None:
-        value = f"{goal['value']:g}"
-        return f"{value}x" if goal.get("kind") == "factor" else f"{value} {info.get('metric', 'tok/s')}"
-    return str(goal) if goal else "none set"
-
-
 def _headline(run: Run) -> Headline:
     found, product = run.headline, run.product
     bound = _bound_us(run)
@@ -173,7 +161,7 @@ def _headline(run: Run) -> Headline:
         basis = f"{found.pairs} interleaved pairs of the first and the last engine after the loop"
         return Headline(
             f"{times(found.ratio)} ({interval(found)}, 95 %)", tok_s(found.a_us), tok_s(found.b_us), micro(found.a_us),
-            micro(found.b_us), times(found.ratio), interval(found), basis, _goal(run.info),
+            micro(found.b_us), times(found.ratio), interval(found), basis, goal(run.info),
             micro(bound) if bound else "not known",
         )  # fmt: skip
     start = _start_us(run)
@@ -183,12 +171,12 @@ def _headline(run: Run) -> Headline:
         return Headline(
             f"{times(product.ratio)} (product of confirmations, no interval)", tok_s(start), tok_s(after),
             micro(start) if start else "n/a", micro(after) if after else "n/a", times(product.ratio), "n/a", basis,
-            _goal(run.info), micro(bound) if bound else "not known",
+            goal(run.info), micro(bound) if bound else "not known",
         )  # fmt: skip
     words = "no patch accepted" if run.attempts else "stopped before the first attempt"
     return Headline(
         words, tok_s(start), tok_s(start), micro(start) if start else "n/a", micro(start) if start else "n/a", "1.00x",
-        "n/a", "calibration pairs" if start else "nothing was timed", _goal(run.info),
+        "n/a", "calibration pairs" if start else "nothing was timed", goal(run.info),
         micro(bound) if bound else "not known",
     )  # fmt: skip
 
@@ -328,67 +316,6 @@ def _predictions(run: Run) -> list[Prediction]:
         if attempt.predicted_us is not None and best and best[1].saved_us is not None and attempt.per == "token":
             found.append(Prediction(str(attempt.number), attempt.predicted_us, best[1].saved_us, attempt.outcome))
     return found
-
-
-def command(info: dict[str, Any]) -> str:
-    """The exact command where the run kept it, else the same request spelled out."""
-    if isinstance(info.get("argv"), list):
-        return shlex.join(str(a) for a in info["argv"])
-    limits = info.get("limits") or {}
-    flags = [
-        ("--target", info.get("metric") or "tok/s"),
-        ("--goal", _goal(info).split()[0] if info.get("goal") else None),
-        ("--target-dir", info.get("target_dir")),
-        ("--python", info.get("python")),
-        ("--model", info.get("model_dir")),
-        ("--tp", info.get("tp")),
-        ("--device", info.get("device")),
-        ("--agent", info.get("agent")),
-        ("--protocol", info.get("protocol")),
-        ("--attempts", limits.get("attempts")),
-        ("--budget-minutes", limits.get("wall_minutes")),
-    ]
-    words = [w for flag, value in flags if value is not None for w in (flag, f"{value:g}" if isinstance(value, float) else str(value))]
-    return shlex.join(["optimize", *words])
-
-
-def _judged(run: Run) -> list[tuple[str, str]]:
-    """How it was judged: name, value. Secrets of run.json (the prompt key) are never listed."""
-    info, last = run.info, run.lines[-1] if run.lines else {}
-    calibrated = run.last("calibrated")
-    gates = Counter(str(g.get("gate")) for a in run.attempts for g in a.gates)
-    rows = [
-        ("Gates run", ", ".join(f"{name} {n}x" for name, n in gates.most_common()) or "none"),
-        ("Seal digest", str(last.get("gates_digest") or info.get("gates_digest") or "not recorded")),
-        ("Sandbox level", str(last.get("sandbox_level") or info.get("sandbox_level") or "not recorded")),
-        ("Protocol", str(info.get("protocol") or "not recorded")),
-    ]
-    if calibrated:
-        rows += [
-            ("Noise (A/A)", f"sd of paired log-ratios {percent(calibrated.get('log_sd'))}, bias "
-             f"{percent(calibrated.get('bias'), 2)}, {calibrated.get('pairs', 'n/a')} pairs"),
-            ("Margin to clear", percent(calibrated.get("margin"))),
-            ("Minimum detectable effect", percent(calibrated.get("mde")) + " at 80 % power"),
-        ]  # fmt: skip
-    else:
-        rows.append(("Noise (A/A)", "not calibrated"))
-    rows += [
-        ("Weights sha256", str(info.get("weights_sha256") or "not recorded")),
-        ("Root commit", str(info.get("root_commit") or "not recorded")),
-        ("Environment", environment(info.get("environment"))),
-        ("Environment hash", str(last.get("env_hash") or "not recorded")),
-        ("Ledger", f"{len(run.lines)} lines, head {run.last_hash or 'none'}"),
-        ("Ledger file sha256", run.ledger_sha256),
-        ("Hash chain", {True: "whole", False: "BROKEN", None: "empty ledger"}[run.chain_ok]),
-    ]
-    return rows
-
-
-def environment(values: object) -> str:
-    if not isinstance(values, dict) or not values:
-        return "not recorded"
-    flat = [f"{k} {v}" for k, v in sorted(values.items()) if k != "hash" and not isinstance(v, dict | list)]
-    return "; ".join(flat)
 
 
 def _warnings(run: Run) -> list[str]:

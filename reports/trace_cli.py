@@ -5,7 +5,7 @@
     trace-diff explain FINDING   one rule, or its answer for traces
     trace-diff export, cut, capture, demo
 
-A and B are files, folders (one file per rank) or `baseline:ID` for a bundled trace. Exit codes are in EXIT.
+A and B are files, folders (one file per rank) or `baseline:ID` for a bundled trace. Exit codes are in trace_options.EXIT.
 Not for: analysis (trace_diff) or drawing (the other modules here).
 """
 
@@ -13,27 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reports.trace_options import COMMANDS, parser
+
 if TYPE_CHECKING:
     from trace_diff.analysis import Analysis
     from trace_diff.ingest import TraceSet
-
-EXIT = {
-    0: "done (explain: the finding is there)",
-    1: "--fail-if-slower: a comparable reference is faster by more than allowed",
-    2: "wrong command line",
-    3: "a file cannot be read, written or trusted",
-    4: "nothing to look at: no complete step of the phase, nothing comparable, or the evidence is missing",
-    5: "capture refused: the named check failed",
-    6: "explain: the rule looked and found nothing",
-}
-COMMANDS = ("diff", "show", "explain", "export", "cut", "capture", "demo")
-
 
 class Stop(Exception):
     """Ends the program with one clear line."""
@@ -49,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args and args[0] not in COMMANDS and args[0] not in ("-h", "--help", "--version"):
         args.insert(0, "diff")
     try:
-        options = _parser().parse_args(args)
-        if not hasattr(options, "run"):
-            _parser().print_help()
+        options = parser().parse_args(args)
+        if not hasattr(options, "command"):
+            parser().print_help()
             return 2
-        return options.run(options)
+        return _RUN[options.command](options)
     except Stop as stop:
         _say(f"trace-diff: {stop}")
         return stop.code
@@ -78,117 +67,6 @@ def _say(text: str) -> None:
 
 def _out(text: str) -> None:
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
-
-
-def _percent(text: str) -> float:
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%?\s*", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a percentage such as 3%")
-    return float(match[1]) / 100
-
-
-def _control(text: str) -> tuple[str, float]:
-    label, _, value = text.rpartition("=")
-    try:
-        return label, float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give LABEL=MICROSECONDS, or MICROSECONDS for the first") from None
-
-
-def _parser() -> argparse.ArgumentParser:
-    codes = "\n".join(f"  {code}  {words}" for code, words in EXIT.items())
-    parser = argparse.ArgumentParser(
-        prog="trace-diff",
-        description=__doc__.split("\n\n")[0] if __doc__ else None,
-        epilog=f"Without a command name, arguments are those of diff: trace-diff A B [C...].\n\nexit codes:\n{codes}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    _add_diff(commands)
-    _add_show(commands)
-    _add_explain(commands)
-    _add_export(commands)
-    _add_cut(commands)
-    _add_capture(commands)
-    _add_demo(commands)
-    return parser
-
-
-def _inputs(p: argparse.ArgumentParser, many: str = "+") -> None:
-    p.add_argument("traces", nargs=many, metavar="TRACE", help="trace file, folder of ranks, or baseline:ID; the first is 'here'")
-    p.add_argument("--label", action="append", default=[], help="name of a trace, in order; repeat")
-    p.add_argument("--phase", choices=("decode", "prefill"), default="decode")
-    p.add_argument("--control-us", action="append", default=[], type=_control, metavar="[LABEL=]US",
-                   help="wall of one step of this cell without the profiler; repeat")  # fmt: skip
-
-
-def _add_diff(commands: Any) -> None:
-    p = commands.add_parser("diff", help="compare traces side by side (the default)")
-    _inputs(p)
-    p.add_argument("--json", action="store_true", help="print JSON")
-    p.add_argument("--markdown", action="store_true", help="print Markdown")
-    p.add_argument("--html", type=Path, metavar="OUT", help="write one self-contained page")
-    p.add_argument("--map", type=Path, metavar="TRACE", help="eager stack trace of the first engine: Python lines for kernels inside its graphs")
-    p.add_argument("--layers", action="store_true", help="print the layer drill-down too")
-    p.add_argument("--fail-if-slower", type=_percent, metavar="3%", help="exit 1 when a comparable reference's step is faster by more")
-    p.set_defaults(run=_diff)
-
-
-def _add_show(commands: Any) -> None:
-    p = commands.add_parser("show", help="what traces hold: ranks, spans, steps")
-    p.add_argument("traces", nargs="+", metavar="TRACE")
-    p.add_argument("--json", action="store_true")
-    p.set_defaults(run=_show)
-
-
-def _add_explain(commands: Any) -> None:
-    p = commands.add_parser("explain", help="one finding: its rule, or its answer for traces")
-    p.add_argument("finding", help="id of a finding or name of a rule; 'list' lists them")
-    _inputs(p, "*")
-    p.set_defaults(run=_explain)
-
-
-def _add_export(commands: Any) -> None:
-    p = commands.add_parser("export", help="all engines in one timeline for Perfetto, aligned on a step")
-    _inputs(p)
-    p.add_argument("--perfetto", action="store_true", help="Chrome trace JSON for ui.perfetto.dev (the only format)")
-    p.add_argument("-o", "--out", type=Path, default=Path("trace-diff.json.gz"))
-    p.set_defaults(run=_export)
-
-
-def _add_cut(commands: Any) -> None:
-    p = commands.add_parser("cut", help="a few steps out of a large trace")
-    p.add_argument("trace", type=Path)
-    p.add_argument("-o", "--out", type=Path, required=True)
-    p.add_argument("--prefill", type=int, default=1, help="prefill steps right before (default 1)")
-    p.add_argument("--decode", type=int, default=4, help="neighbouring decode steps (default 4)")
-    p.add_argument("--control-step-us", type=float, help="kept in the file: step wall without the profiler")
-    p.set_defaults(run=_cut)
-
-
-def _add_capture(commands: Any) -> None:
-    p = commands.add_parser("capture", help="trace a running vLLM, SGLang or other server")
-    p.add_argument("url", help="http://HOST:PORT or unix:///PATH")
-    p.add_argument("--trace-dir", type=Path, required=True, help="where the server writes its traces")
-    p.add_argument("-o", "--out", type=Path, default=Path("captured"))
-    p.add_argument("--phase", action="append", choices=("prefill", "decode"), help="repeat; default both")
-    p.add_argument("--prompt-tokens", type=int, default=128)
-    p.add_argument("--new-tokens", type=int, default=16)
-    p.add_argument("--batch", type=int, default=1)
-    p.add_argument("--ranks", type=int, help="expected trace files; default: what the server says, else 1")
-    p.add_argument("--cpu", action="store_true", help="no device events expected")
-    p.add_argument("--vocab", type=int, default=1000, help="prompts are random token ids below this")
-    p.add_argument("--with-stack", action="store_true", help="ask the server for Python stacks")
-    p.add_argument("--max-steps", type=int, default=200)
-    p.add_argument("--max-mb", type=float, default=400.0)
-    p.add_argument("--max-minutes", type=float, default=5.0)
-    p.set_defaults(run=_capture)
-
-
-def _add_demo(commands: Any) -> None:
-    p = commands.add_parser("demo", help="the bundled H200 comparison, and why autograd was the cost")
-    p.add_argument("--html", type=Path, metavar="OUT")
-    p.set_defaults(run=_demo)
 
 
 # -- loading ---------------------------------------------------------------------------------------------------
@@ -231,11 +109,12 @@ def _analyses(options: argparse.Namespace) -> list[Analysis]:
         label = options.label[at] if at < len(options.label) else None
         try:
             traces, control = _load(spec, label)
+        except _known_errors() as error:
+            raise Stop(3, _one_line(error, spec)) from None
+        try:
             analysis = api.analyse(traces, options.phase)
         except api.NoSteps as error:
             raise Stop(4, f"{error}{_damage(traces)}") from None
-        except _known_errors() as error:
-            raise Stop(3, _one_line(error, spec)) from None
         if any(a.label == analysis.label for a in found):
             from dataclasses import replace
 
@@ -454,6 +333,16 @@ def _demo(options: argparse.Namespace) -> int:
         _say(f"wrote {options.html}")
     return 0
 
+
+_RUN = {
+    "diff": _diff,
+    "show": _show,
+    "explain": _explain,
+    "export": _export,
+    "cut": _cut,
+    "capture": _capture,
+    "demo": _demo,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -208,7 +208,7 @@ def capture(
     about = server.model()
     told = about.get("metadata") or {}
     ranks = ranks or int(told.get("tp") or 1)
-    device = device if device is not None else told.get("device") != "cpu"
+    on_gpu = bool(told.get("device") != "cpu" if device is None else device)
     model = str(about.get("id"))
     _drive(server, model, workload, vocab, deadline)  # warm-up: compilation and capture stay out
     control = _control_us(_drive(server, model, workload, vocab, deadline), workload)
@@ -222,7 +222,7 @@ def capture(
     size = sum(f.stat().st_size for f in files)
     if size > limits.bytes:
         raise CaptureError("bytes", f"the traces hold {size} bytes, the limit is {limits.bytes}")
-    return _store(files, out / str(workload.phase), workload, ranks, device, control, about)
+    return _store(files, out / str(workload.phase), workload, ranks, on_gpu, control, about)
 
 
 def _store(

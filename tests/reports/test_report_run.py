@@ -14,7 +14,7 @@ from typing import Any
 import build_run
 import pytest
 
-from reports import html, run_data, run_page
+from reports import html, run_data, run_judged
 from reports.text import micro
 
 
@@ -224,5 +224,5 @@ def test_the_view_of_a_series_predicts_its_sum() -> None:
 
 
 def test_the_command_is_spelled_out_when_the_run_kept_none() -> None:
-    words = run_page.command({"metric": "tok/s", "tp": 2, "goal": {"kind": "value", "value": 60.0}, "target_dir": "/a b"})
+    words = run_judged.command({"metric": "tok/s", "tp": 2, "goal": {"kind": "value", "value": 60.0}, "target_dir": "/a b"})
     assert words == "optimize --target tok/s --goal 60 --target-dir '/a b' --tp 2"

@@ -158,7 +158,7 @@ def test_a_wrong_option_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_it_starts_light_and_never_imports_torch(files: dict[str, str]) -> None:
     code = (
-        "import sys; from reports import trace_cli; trace_cli._parser().format_help(); early = set(sys.modules)\n"
+        "import sys; from reports import trace_cli; trace_cli.parser().format_help(); early = set(sys.modules)\n"
         f"trace_cli.main({[files['eager'], files['graph'], '--html', '/dev/null']!r})\n"
         "heavy = {'torch', 'numpy', 'pandas', 'matplotlib', 'rich', 'jinja2', 'scipy'}\n"
         "assert not heavy & early, heavy & early\n"
