@@ -57,7 +57,7 @@ class Snapshot:
     load1: float
     own_s: float  # CPU seconds of this process and of the processes named
     gpus: tuple[Gpu, ...] = ()
-    gpu_pids: frozenset[int] = frozenset()
+    gpu_pids: frozenset[int] = frozenset()  # processes that use them, as far as this machine's /proc knows them
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ def snapshot(pids: Iterable[int] = (), devices: Sequence[int] = ()) -> Snapshot:
     """Read the counters now. pids: the arm's processes; devices: GPU indices to ask nvidia-smi about."""
     busy, steal = _parse_stat(_read("/proc/stat"))
     own = time.process_time() + sum(cpu_seconds(pid) for pid in pids)
-    gpus, users = query_gpus(devices) if devices else ((), frozenset())
+    gpus = query_gpus(devices) if devices else ()
+    users = frozenset(pid for pid in gpu_memory(devices) if Path(f"/proc/{pid}").exists()) if devices else frozenset()
     pressure = _parse_pressure(_read("/proc/pressure/cpu"))
     return Snapshot(time.monotonic(), busy, steal, pressure, os.getloadavg()[0], own, gpus, users)
 
@@ -138,15 +139,26 @@ def cpu_seconds(pid: int) -> float:
 # --- readers -------------------------------------------------------------------------------------------
 
 
-def query_gpus(devices: Sequence[int] | None) -> tuple[tuple[Gpu, ...], frozenset[int]]:
-    """(GPUs, pids that use them) from nvidia-smi; empty where there is none. devices None: all."""
+def query_gpus(devices: Sequence[int] | None) -> tuple[Gpu, ...]:
+    """The GPUs as nvidia-smi sees them; empty where there is none. devices None: all."""
+    return parse_gpus(_nvidia_smi(devices, f"--query-gpu={','.join(_GPU_FIELDS)}"))
+
+
+def gpu_memory(devices: Sequence[int] | None) -> dict[int, float]:
+    """Bytes of GPU memory by process id. In a container the ids may be those of the host, or missing."""
+    found: dict[int, float] = {}
+    for line in _nvidia_smi(devices, "--query-compute-apps=pid,used_memory").splitlines():
+        pid, _, mib = (part.strip() for part in line.partition(","))
+        with contextlib.suppress(ValueError):
+            found[int(pid)] = found.get(int(pid), 0.0) + float(mib) * 2**20
+    return found
+
+
+def _nvidia_smi(devices: Sequence[int] | None, query: str) -> str:
     if (tool := shutil.which("nvidia-smi")) is None:
-        return (), frozenset()
+        return ""
     only = [] if devices is None else ["-i", ",".join(map(str, devices))]
-    gpus = _run([tool, *only, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"])
-    apps = _run([tool, *only, "--query-compute-apps=pid", "--format=csv,noheader,nounits"])
-    users = frozenset(int(line) for line in apps.splitlines() if line.strip().isdigit())
-    return parse_gpus(gpus), users
+    return _run([tool, *only, query, "--format=csv,noheader,nounits"])
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:

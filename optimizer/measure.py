@@ -9,6 +9,7 @@ arm a's `InfrastructureError` or, where it merely died, a discarded pair. Not fo
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import time
@@ -17,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optimizer import environment, targets
+from optimizer import environment, procfs, targets
 from optimizer import prompts as prompt_source
 from optimizer.client import ClientError, Request
 from optimizer.launch import LaunchError, launch
@@ -231,16 +232,22 @@ def _run_arm(server: Any, work: Work, spec: LaunchSpec, generator: Any, bench: B
     if not server.alive():
         raise _ArmFailed(RejectReason.CRASH, _tail(server))
     tokens = sum(len(s.token_ids) for t in timed for s in t.streams)
-    window = environment.window(before, after, server.processes())
+    window = environment.window(before, after, _ours(server))
     return Arm(tuple(timed), server.start_s, warm_s, max(memory), window, cpu * 1e6 / tokens)
 
 
 def _memory(server: Any, spec: LaunchSpec) -> float:
-    """Bytes that all ranks allocated on the host, or what the cards have in use."""
-    if spec.device == "cuda":
-        gpus, _ = environment.query_gpus(spec.devices)
-        return sum(g.used_mib for g in gpus) * 2**20
-    return float(server.own_bytes())
+    """Bytes that all ranks allocated on the host; on GPUs what they hold there, else what the cards have in use."""
+    if spec.device != "cuda":
+        return float(server.own_bytes())
+    held = environment.gpu_memory(spec.devices)
+    mine = [held[pid] for pid in server.processes() if pid in held]
+    return sum(mine) if mine else sum(g.used_mib for g in environment.query_gpus(spec.devices)) * 2**20
+
+
+def _ours(server: Any) -> list[int]:
+    """Processes whose use of a GPU is not foreign: this one, the oracle and all others below it, and the engine's."""
+    return [os.getpid(), *procfs.descendants(os.getpid()), *server.processes()]
 
 
 def _run_job(server: Any, job: Job, generator: Any) -> tuple[Timed, float]:

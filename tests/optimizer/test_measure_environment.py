@@ -54,6 +54,16 @@ def test_cards_are_read_from_csv_and_garbage_is_left_out():
     assert [bool(g.throttle & environment.THROTTLE_MASK) for g in gpus] == [False, True]
 
 
+def test_memory_of_gpu_processes_is_read_per_process(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '41, 1024'\necho '41, 512'\necho '42, [N/A]'\necho 'No running processes found'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert environment.gpu_memory((0, 1)) == {41: 1536 * 2**20}
+    monkeypatch.setenv("PATH", str(tmp_path / "absent"))
+    assert environment.gpu_memory(None) == {} and environment.query_gpus(None) == ()
+
+
 def test_the_client_costs_little_and_reads_in_time():
     """32 streams paced at 10 ms from a server that computes nothing: the client's own CPU, by its own process clock."""
     began = time.monotonic()
