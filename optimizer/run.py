@@ -16,12 +16,11 @@ from typing import Any
 
 from optimizer.ledger import Ledger
 from optimizer.runrepo import GitError, RunRepo
-from optimizer.serial import build, plain, write_json, write_text
+from optimizer.serial import build, plain, write_json
 from optimizer.target import TargetError, parse_target
 from optimizer.types import LaunchSpec, Pair, Target
 
 SCHEMA = 1
-METRICS = ("tok/s",)
 
 
 class RunError(Exception):
@@ -238,8 +237,3 @@ def _context(run: Run) -> None:
     run.ledger.context.incumbent_commit = run.request.root_commit
     run.ledger.context.env_hash = run.request.environment.get("hash")
 
-
-__all__ = [
-    "METRICS", "Goal", "Limits", "Request", "Run", "RunError", "create", "find", "load", "new_id", "parse_goal",
-    "read_request", "write_text",
-]  # fmt: skip

@@ -13,7 +13,7 @@ from optimizer.candidate import Candidate, incumbent_name
 from optimizer.explain import Explanation, as_data
 from optimizer.judge import calibration_of, pairs_of
 from optimizer.run import Run
-from optimizer.serial import plain
+from optimizer.serial import plain, write_json
 from optimizer.services import Services, Stop
 from optimizer.types import Stage, StageResult, Verdict
 
@@ -78,11 +78,20 @@ def finish_attempt(run: Run, do: Services, number: int) -> None:
     ids = do.learn(number)
     if ids:
         run.ledger.append("knowledge_proposed", number, {"entries": ids})
+    _file_away(run, number)
     keep = {incumbent_name(run.repo.incumbent()), incumbent_name(run.base)}
     for place in run.repo.worktrees.glob("[!.]*"):
         if place.name not in keep:
             run.repo.drop_tree(place.name)
     run.ledger.append("budget", number, {**do.budget.facts(), "attempt_s": round(_seconds(run, number), 1)})
+
+
+def _file_away(run: Run, number: int) -> None:
+    """Gate results and server logs into the attempt's own folder."""
+    place = run.attempt_dir(number)
+    write_json(place / "gates.json", [line["data"] for line in _lines(run, number, "gate")])
+    for log in sorted((run.dir / "gates").glob("server-*.log")):
+        log.replace(place / "server.log")  # of a series the end's, which was the last to run
 
 
 def _seconds(run: Run, number: int) -> float:

@@ -1,7 +1,7 @@
 """A run on the fake engine with faked services: its STEP_US is its speed, a fake clock pays for every pair.
 
 Everything that decides (ledger, repository, accept, budget) is real; what would take time (launches, the oracle,
-profiling) is replaced. `served_gates` still starts the real server in the real sandbox.
+profiling) is replaced. With `sealed` the real quick gates judge the real server in its real sandbox.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from optimizer import gates
 from optimizer.budget import Budget
-from optimizer.client import ClientError, Request
-from optimizer.launch import LaunchError, launch
 from optimizer.ledger import Ledger
 from optimizer.measure import PROTOCOLS, CandidateFailed
+from optimizer.oracle import BANDS, Score
 from optimizer.patching import apply_edits
+from optimizer.prompts import PromptSource
 from optimizer.run import Limits, Run, create
 from optimizer.run import Request as RunRequest
 from optimizer.runrepo import matches
 from optimizer.services import Capture, Diagnosis, NoProposal, Question, Services
 from optimizer.state import wall_s
 from optimizer.target import load_target
-from optimizer.types import Edit, GateResult, LaunchSpec, Pair, Patch, RejectReason, Series, Stage
+from optimizer.types import Edit, GateResult, LaunchSpec, Pair, Patch, RejectReason, Series, Stage, Stream
 from optimizer.view import Quiet
 from trace_diff.types import Finding, Status
 
@@ -119,7 +120,7 @@ class Fakes:
     run: Run
     script: list[Series] = field(default_factory=list)
     noise: float = 0.002
-    served: bool = False
+    sealed: bool = False  # the real quick gates on the real server in its sandbox
     pair_s: float = 10.0
     clock: FakeClock = field(default_factory=FakeClock)
     protocol: str = "quick"
@@ -177,6 +178,9 @@ class Fakes:
         return self.script[question.attempt - 1]
 
     def gates(self, stage: str, candidate: LaunchSpec, incumbent: LaunchSpec, base: str, commit: str) -> Iterator[GateResult]:
+        if self.sealed:
+            yield from self._sealed_gates(stage, candidate, incumbent, base, commit)
+            return
         self.on_call(f"gate scope {stage}")
         self.clock.now += 1.0
         allowed = self.run.target.editable
@@ -186,12 +190,25 @@ class Fakes:
             return
         yield GateResult("scope", "G01", True, seconds=1.0)
         self.on_call(f"gate greedy {stage}")
-        yield served_greedy(candidate) if self.served else light_greedy(candidate)
+        yield light_greedy(candidate)
+
+    def _sealed_gates(self, stage: str, *job: Any) -> Iterator[GateResult]:
+        names = ("candidate", "incumbent", "base_commit", "candidate_commit")
+        context = gates.GateContext(
+            **dict(zip(names, job, strict=True)),
+            repo=self.run.repo.git_dir,
+            target=self.run.target,
+            oracle=FakeOracle(),  # type: ignore[arg-type]
+            prompts=PromptSource(b"k" * 32, WEIGHTS),
+            protocol=replace(PROTOCOLS[self.protocol], full_gates=()),
+            run_dir=self.run.dir,
+        )
+        return gates.run(stage, context)
 
     def run_pair(self, a: LaunchSpec, b: LaunchSpec, stage: Stage, index: int, order: str) -> Pair:
         self.on_call(f"pair {stage}")
         self.clock.now += self.pair_s
-        if not self.served and tokens(b.tree, (5, 6, 7), 4) != oracle((5, 6, 7), 4):
+        if not self.sealed and tokens(b.tree, (5, 6, 7), 4) != oracle((5, 6, 7), 4):
             raise CandidateFailed(RejectReason.WRONG_TOKENS, "token 0 of a timed stream")
         times = [constants(spec.tree)["STEP_US"] * self._noise(stage, index, arm) for arm, spec in (("a", a), ("b", b))]
         guards = {"ttft_p50_us": (times[0] * 5, times[1] * 5)}
@@ -210,18 +227,21 @@ def light_greedy(candidate: LaunchSpec) -> GateResult:
     return GateResult("greedy", "G08", good, None if good else RejectReason.WRONG_TOKENS, "" if good else "token 0", 1.0)
 
 
-def served_greedy(candidate: LaunchSpec) -> GateResult:
-    """Boot, deadline and tokens over HTTP, from inside the sandbox."""
-    try:
-        with launch(candidate, timeout_s=5.0) as server:
-            stream = server.client.complete([Request((3, 4, 5), 6)], deadline_s=0.5)[0]
-    except (LaunchError, ClientError) as error:
-        reason = error.reason if isinstance(error, LaunchError) else RejectReason.CRASH
-        return GateResult("boot", "G05", False, reason, str(error), 1.0)
-    if stream.error:
-        return GateResult("greedy", "G08", False, RejectReason.HANG, stream.error, 1.0)
-    good = list(stream.token_ids) == oracle((3, 4, 5), 6)
-    return GateResult("greedy", "G08", good, None if good else RejectReason.WRONG_TOKENS, "" if good else "token 0", 1.0)
+class FakeOracle:
+    """The fake model's rule behind the oracle's surface."""
+
+    bands = BANDS["float32"]
+
+    def at(self, model_dir: Path) -> FakeOracle:
+        return self
+
+    def score(self, streams: list[Stream]) -> list[Score]:
+        return [self._one(stream) for stream in streams]
+
+    def _one(self, stream: Stream) -> Score:
+        right = oracle(stream.prompt_ids, len(stream.token_ids))
+        bad = next((i for i, pair in enumerate(zip(stream.token_ids, right, strict=True)) if pair[0] != pair[1]), None)
+        return Score(bad is None, bad, 0.0 if bad is None else 9.0, "equal" if bad is None else "wrong")
 
 
 def fake_trace(tree: Path, out: Path, rank: int, world: int, steps: int = 8) -> Path:

@@ -14,9 +14,9 @@ from optimizer.run import Goal, Limits
 from optimizer.types import RejectReason
 
 
-def go(tmp_path: Path, script, limits: Limits | None = None, served: bool = False, **fields):
+def go(tmp_path: Path, script, limits: Limits | None = None, sealed: bool = False, **fields):
     run = new_run(tmp_path / "run", limits, **fields)
-    fakes = Fakes(run, script, served=served)
+    fakes = Fakes(run, script, sealed=sealed)
     why = Loop(fakes.services(), run).go()
     return run, fakes, why
 
@@ -54,22 +54,41 @@ def test_the_ledger_tells_the_attempt_in_the_order_of_the_sentence(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.fixture
+def short_deadlines(monkeypatch):
+    """A seal that holds whatever is being worked on, and a client that does not wait a minute for a hang."""
+    from optimizer import seal
+    from optimizer.client import Client
+
+    complete = Client.complete
+    monkeypatch.setattr(seal, "verify", lambda: None)
+    monkeypatch.setattr(seal, "digest", lambda: "digest-of-seal")
+    monkeypatch.setattr(Client, "complete", lambda self, requests, deadline_s: complete(self, requests, min(deadline_s, 0.7)))
+
+
 @pytest.mark.parametrize(
-    ("series", "verdict", "reason"),
+    ("series", "reason", "gate"),
     [
-        (fake.WRONG_TOKENS, "rejected", RejectReason.WRONG_TOKENS),
-        (fake.HANG, "rejected", RejectReason.HANG),
-        (fake.CRASH, "rejected", RejectReason.BOOT),
-        (fake.GATE_EDIT, "rejected", RejectReason.SCOPE),
+        (fake.WRONG_TOKENS, RejectReason.WRONG_TOKENS, "greedy"),
+        (fake.HANG, RejectReason.HANG, ""),
+        (fake.CRASH, RejectReason.BOOT, "boot"),
+        (fake.GATE_EDIT, RejectReason.SCOPE, "scope"),
     ],
     ids=["wrong tokens", "hang", "crash at start", "gate edit"],
 )
-def test_a_bad_patch_is_stopped_by_the_quick_gates_for_its_own_reason(tmp_path, series, verdict, reason):
-    run, _, _ = go(tmp_path, [series], served=True)
-    assert verdicts(run) == [(verdict, reason)]
-    end = next(line for line in run.ledger.lines() if line["kind"] == verdict)
-    assert end["data"]["stage"] == "quick"
+def test_a_bad_patch_is_stopped_by_the_sealed_quick_gates_for_its_own_reason(tmp_path, short_deadlines, series, reason, gate):
+    run, _, _ = go(tmp_path, [series], sealed=True)
+    assert verdicts(run) == [("rejected", reason)]
+    end = next(line for line in run.ledger.lines() if line["kind"] == "rejected")
+    assert end["data"]["stage"] == "quick" and end["data"]["detail"].startswith(gate)
     assert not [line for line in run.ledger.lines() if line["kind"] == "pair" and line["attempt"] == 1]
+
+
+def test_a_good_patch_passes_the_sealed_quick_gates(tmp_path, short_deadlines):
+    run, _, _ = go(tmp_path, [fake.WIN], sealed=True)
+    assert verdicts(run) == [("accepted", None)]
+    passed = [g["data"]["gate"] for g in run.ledger.lines() if g["kind"] == "gate" and g["data"]["stage"] == "quick"]
+    assert {"scope", "policy", "boot", "greedy"} <= set(passed)
 
 
 def test_a_patch_without_effect_is_not_accepted(tmp_path):

@@ -14,6 +14,7 @@ MAX_LEN = 4096
 
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
+    request_queue_size = 128
 
 
 class Handler(BaseHTTPRequestHandler):
