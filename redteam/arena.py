@@ -27,7 +27,9 @@ MODEL = REPO / "engine" / "tiny_qwen3"
 class Arena:
     """One scratch folder, one oracle, many candidates. A context manager: nothing is left afterwards."""
 
-    def __init__(self, target_dir: Path = REPO / "engine", model_dir: Path = MODEL, python: Path = Path(sys.executable)) -> None:
+    def __init__(
+        self, target_dir: Path = REPO / "engine", model_dir: Path = MODEL, python: Path = Path(sys.executable)
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hotloop-redteam-"))
         self.target: Target = load_target(target_dir)
         self.model_dir, self.python = model_dir, python

@@ -152,7 +152,9 @@ def broken(server: Server, error: str) -> Failed:
         return Failed(RejectReason.CRASH, f"the engine ended: {server.log_tail(6)}")
     if "not finished" in error:
         return Failed(RejectReason.HANG, error)
-    return Failed(RejectReason.CRASH, error)
+    if error.startswith(("HTTP", "receive", "send", "no answer")):
+        return Failed(RejectReason.CRASH, error)
+    return Failed(RejectReason.TOKEN_ACCOUNTING, f"the stream breaks the protocol: {error}", "G11")
 
 
 @contextlib.contextmanager

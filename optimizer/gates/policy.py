@@ -50,7 +50,12 @@ RULES: tuple[tuple[str, str, str], ...] = (
 )  # fmt: skip
 _BY_NAME = {name: (action, why) for name, action, why in reversed(RULES)}
 _STATE_WORDS = ("profiler_enabled", "profiler_type", "kineto_available", "is_profiling")
-LONG_TEXT, LONG_BYTES, MANY_NUMBERS = 240, 64, 24
+LONG_TEXT, LONG_BYTES, MANY_NUMBERS, STORED_NUMBERS = 240, 64, 24, 16
+# Places of the machine that an engine reaches through its arguments or not at all.
+_PLACES = tuple(
+    f"/{name}"
+    for name in ["proc", "sys", "etc", "usr", "root", "home", "work", "opt", "var", "mnt", "weights", "io", "candidate", "bin", "lib", "boot"]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,22 +235,25 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Constant(self, node: ast.Constant) -> None:
         value = node.value
-        if (
-            isinstance(value, str)
-            and id(node) not in self._docstrings
-            and len(value) >= LONG_TEXT
-            and _entropy(value) > 4.5
-        ):
-            self.add(node, ASK, "long literal", f"{len(value)} characters of text")
+        if isinstance(value, str) and id(node) not in self._docstrings:
+            if _is_place(value):
+                self.add(node, REJECT, "names a place of the machine", value[:60])
+            elif len(value) >= LONG_TEXT and _entropy(value) > 4.5:
+                self.add(node, ASK, "long literal", f"{len(value)} characters of text")
         elif isinstance(value, bytes) and len(value) >= LONG_BYTES:
             self.add(node, ASK, "long literal", f"{len(value)} bytes")
         elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
             self.add(node, ASK, "long literal", f"a number of {value.bit_length()} bits")
 
     def _numbers(self, node: ast.AST, items: Iterable[ast.AST | None]) -> None:
-        count = sum(isinstance(i, ast.Constant) and type(i.value) in (int, float) for i in items)
-        if count >= MANY_NUMBERS:
-            self.add(node, ASK, "long literal", f"a table of {count} numbers")
+        numbers = [i.value for i in items if isinstance(i, ast.Constant) and type(i.value) in (int, float)]
+        whole = all(type(n) is int for n in numbers)
+        if len(numbers) >= STORED_NUMBERS and whole and sorted(numbers) not in (numbers, numbers[::-1]):
+            self.add(
+                node, REJECT, "looks like stored tokens", f"a table of {len(numbers)} unsorted whole numbers"
+            )
+        elif len(numbers) >= MANY_NUMBERS:
+            self.add(node, ASK, "long literal", f"a table of {len(numbers)} numbers")
 
     def visit_List(self, node: ast.List) -> None:
         self._numbers(node, node.elts)
@@ -262,6 +270,10 @@ class _Visitor(ast.NodeVisitor):
     def visit_Dict(self, node: ast.Dict) -> None:
         self._numbers(node, [*node.keys, *node.values])
         self.generic_visit(node)
+
+
+def _is_place(text: str) -> bool:
+    return any(text == place or text.startswith(place + "/") for place in _PLACES) or "site-packages" in text
 
 
 def _docstrings(tree: ast.AST) -> set[int]:

@@ -93,9 +93,14 @@ def poison(lab: Lab) -> GateResult:
     new = [40] * 11 + [24]
     prompts = lab.draw("poison", 12, lengths, kinds=("random", "document"))
     requests = [Request(p, n) for p, n in zip(prompts, new, strict=True)]
-    waves = [ask(server, requests, 120.0), ask(server, requests[:4], 60.0)]
-    largest = lab.draw("largest", 1, 560, kinds=("random",))[0]
-    waves.append(ask(server, [Request(largest, 16)], 60.0) if setup.small_cache else [])
+    try:
+        waves = [ask(server, requests, 120.0), ask(server, requests[:4], 60.0)]
+        largest = lab.draw("largest", 1, 560, kinds=("random",))[0]
+        waves.append(ask(server, [Request(largest, 16)], 60.0) if setup.small_cache else [])
+    except Failed as error:  # a full cache is a shape that must be served
+        raise Failed(
+            error.reason, error.detail, error.check or ("G12" if setup.small_cache else "G20")
+        ) from None
     oracle = lab.oracle(setup)
     result = passed("poison", "G20")
     for got in waves:
