@@ -34,15 +34,15 @@ _CPU = {
 }
 _CUDA = {
     "decode": Cell("decode", 128, 129, requests=4),
-    "long_decode": Cell("long_decode", 128, 768),
+    "long_decode": Cell("long_decode", 128, 384),
     "prefill": Cell("prefill", 4096, 8, requests=4),
     "long_context": Cell("long_context", 16000, 64),
     "batch8": Cell("batch8", 128, 64, concurrency=8, requests=8),
     "batch32": Cell("batch32", 128, 64, concurrency=32, requests=32),
-    "mixed": Cell("mixed", 1024, 64, concurrency=8, requests=16),
+    "mixed": Cell("mixed", 1024, 48, concurrency=8, requests=16),
     "repetitive": Cell("repetitive", 256, 64, kind="repetitive"),
     "code": Cell("code", 256, 64, kind="code"),
-    "poisson": Cell("poisson", 256, 48, concurrency=0, requests=48, arrivals_per_s=8.0),
+    "poisson": Cell("poisson", 256, 32, concurrency=0, requests=24, arrivals_per_s=8.0),
 }
 CELLS: dict[str, dict[str, Cell]] = {"cpu": _CPU, "cuda": _CUDA}
 MIXED_SHARES = (0.25, 0.5, 1.0)  # prompt lengths of a `mixed` cell, in turn, as shares of prompt_tokens
