@@ -34,6 +34,8 @@ def cell_of(
         raise ValueError(f"unknown cell fields {wrong}; known are {sorted(known)}")
     found: dict[str, Any] = {"phase": phase, "engine": traceset.label}
     inferred: list[str] = []
+    if any(s.phase is Phase.UNKNOWN for s in steps):
+        inferred.append("phase")
     found["device"] = device_class(trace, seq)
     found["tp"] = trace.world_size or len(traceset.traces)
     if not trace.world_size:

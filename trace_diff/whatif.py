@@ -175,17 +175,19 @@ def _waits(
     ends = np.asarray(start) + np.asarray(dur)
     launched = np.asarray(launch)
     out: list[Wait] = []
-    for row in tree.rows.tolist():
-        if e.kind[row] not in (Kind.RUNTIME, Kind.DRIVER):
+    calls = tree.rows[np.isin(e.kind[tree.rows], (Kind.RUNTIME, Kind.DRIVER))]
+    kind_of = {c: _call_kind(trace.names[c]) for c in np.unique(e.name[calls]).tolist()}
+    for row in calls.tolist():
+        kind = kind_of[int(e.name[row])]
+        if not kind:
             continue
         s = float(e.ts_ns[row] - step.start_ns)
         t = s + float(e.dur_ns[row])
-        name = trace.names[e.name[row]]
         item = item_of.get(int(e.correlation[row]), -1)
         to_host = item >= 0 and classify.copy_kind(trace.name(device[item])) == "d2h"
-        if to_host and "emcpy" in name and ends[item] <= t:
+        if to_host and kind == "copy" and ends[item] <= t:
             out.append(Wait(row, s, t, item))  # a copy that returned only when it was done
-        elif _WAITS.search(name):
+        elif kind == "wait":
             before = np.flatnonzero((launched < s) & (ends <= t))
             if len(before):
                 out.append(Wait(row, s, t, int(before[np.argmax(ends[before])])))
@@ -193,6 +195,13 @@ def _waits(
             gone = np.flatnonzero(ends - step.wall_ns <= t)
             out.append(Wait(row, s, t, int(gone[np.argmax(ends[gone])]) if len(gone) else -1, earlier=True))
     return out
+
+
+def _call_kind(name: str) -> str:
+    """ "wait", "copy" or "" for a runtime call that can do neither."""
+    if _WAITS.search(name):
+        return "wait"
+    return "copy" if "emcpy" in name else ""
 
 
 def _replay(m: StepModel, edit: Edit) -> float:

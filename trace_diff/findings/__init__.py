@@ -70,7 +70,7 @@ RULES: tuple[ModuleType, ...] = (
     python_time,
 )
 
-__all__ = ["RULES", "find"]
+__all__ = ["RULES", "explain", "find"]
 
 
 def find(analysis: Analysis, references: Seq[Analysis] = ()) -> list[Finding]:
@@ -81,6 +81,15 @@ def find(analysis: Analysis, references: Seq[Analysis] = ()) -> list[Finding]:
         return [withheld(rule, reasons) for rule in RULES]
     answers = [(rule, answer) for rule in RULES for answer in _look(rule, context)]
     return judge(context, answers)
+
+
+def explain(rule: str) -> str:
+    """What a rule looks for, its formula and the skills that answer it. Raises KeyError naming the known rules."""
+    known = {r.RULE: r for r in RULES}
+    found = known.get(rule.split(":")[0])
+    if found is None:
+        raise KeyError(f"no rule {rule!r}; known are {', '.join(sorted(known))}")
+    return f"{(found.__doc__ or '').strip()}\n\nBound: {found.FORMULA}\nSkills: {', '.join(found.SKILLS)}"
 
 
 def _look(rule: ModuleType, context: Context) -> list[Answer]:

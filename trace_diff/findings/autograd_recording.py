@@ -48,6 +48,8 @@ def look(context: Context) -> Draft | NotFound:
     found = _recorded(context, context.tree)
     if found.operators == 0:
         return NotFound("no operators on the step's thread")
+    if context.named(lambda n: n.startswith("autograd::engine::") or "AccumulateGrad" in n):
+        return NotFound("gradients are computed in these steps: this is training, recording is needed")
     share = len(found.at) / found.operators
     if share < LEAST_SHARE:
         return NotFound(

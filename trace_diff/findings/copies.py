@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from trace_diff import classify, fusion
 from trace_diff.analysis import Analysis
 from trace_diff.findings.context import Context
@@ -104,29 +106,22 @@ def _copies_of(reference: Analysis) -> int:
 def _outermost_copies(context: Context) -> list[int]:
     """Positions of copying operators that are not inside another operator's work (a product's own copies)."""
     tree, trace = context.tree, context.trace
-    kinds = trace.events.kind
     children = tree.children()
+    codes = trace.events.name[tree.rows]
+    is_op = trace.events.kind[tree.rows] == Kind.CPU_OP
+    copying = np.isin(codes, [c for c in np.unique(codes[is_op]).tolist() if _copies(trace.names[c])]) & is_op
+    inside = [False] * len(tree)
     out: list[int] = []
-    for i in range(len(tree)):
-        row = int(tree.rows[i])
-        if kinds[row] != Kind.CPU_OP:
-            continue
-        name = trace.name(row)
-        if classify.op_class(name) != "copy" or name.startswith("aten::index_copy") or _inside_copy(context, i):
-            continue
-        if name in _MAYBE_FREE and not children[i]:
-            continue
-        out.append(i)
+    for i, (up, copies) in enumerate(zip(tree.parent.tolist(), copying.tolist(), strict=True)):
+        above = up >= 0 and inside[up]
+        inside[i] = above or copies
+        if copies and not above and (children[i] or trace.name(int(tree.rows[i])) not in _MAYBE_FREE):
+            out.append(i)
     return out
 
 
-def _inside_copy(context: Context, at: int) -> bool:
-    up = int(context.tree.parent[at])
-    while up >= 0:
-        if classify.op_class(context.trace.name(int(context.tree.rows[up]))) == "copy":
-            return True
-        up = int(context.tree.parent[up])
-    return False
+def _copies(name: str) -> bool:
+    return classify.op_class(name) == "copy" and not name.startswith("aten::index_copy")
 
 
 def _us(context: Context, name: str) -> float:

@@ -8,6 +8,7 @@ trace understates it.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from trace_diff.findings.calls import operators
@@ -67,7 +68,7 @@ def _in_front_of_attention(context: Context) -> list[int]:
     assert seq is not None and layers is not None
     out: list[int] = []
     for layer in layers.layers:
-        for before, at in zip(layer, layer[1:], strict=False):
+        for before, at in itertools.pairwise(layer):
             if layers.anchors[at].role == ATTENTION:
                 span = range(layers.anchors[before].last + 1, layers.anchors[at].first)
                 out += [i for i in span if _GATHERS.search(seq.names[i])]

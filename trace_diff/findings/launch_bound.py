@@ -19,7 +19,7 @@ FORMULA = "wall - device busy time - time claimed by named causes"
 _LAUNCH = re.compile(r"^(cuda|hip|cu)\w*Launch\w*Kernel|LaunchKernel|ModuleLaunch")
 _GRAPH = re.compile(r"GraphLaunch")
 LEAST_IDLE = 0.2  # of the wall
-LEAST_LAUNCHES = 20
+LEAST_LAUNCHES = 8  # kernels and graphs together
 
 
 def look(context: Context) -> Draft | NotFound:
@@ -36,14 +36,18 @@ def look(context: Context) -> Draft | NotFound:
         "busy_us": round(busy / 1000, 1),
         "idle_us": round(idle / 1000, 1),
     }
-    if share < LEAST_IDLE or launches < LEAST_LAUNCHES:
+    if share < LEAST_IDLE or launches + graphs < LEAST_LAUNCHES:
         return NotFound(f"the device is idle {share:.0%} of the step", (row,))
     causes = {k: round(v / 1000, 1) for k, v in context.breakdown.parts.items() if k.startswith("idle")}
     return Draft(
-        title=f"Host-bound: the device is idle {share:.0%} of the step, {launches:.0f} launches feed {busy / 1e6:.2f} ms of work",
+        title=f"Host-bound: the device is idle {share:.0%} of the step, {_count(launches, graphs)} feed {busy / 1e6:.2f} ms of work",
         formula=FORMULA,
         basis=Basis.HOST,
         rest="idle",
         evidence=(row, {"what": "idle by cause, us", **causes}),
         skills=SKILLS,
     )
+
+
+def _count(launches: float, graphs: float) -> str:
+    return f"{launches:.0f} launches" + (f" and {graphs:.0f} graph launches" if graphs else "")

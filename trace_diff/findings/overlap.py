@@ -3,8 +3,8 @@
 Signature: device work on more than one stream. Per group, exposed time is what no other stream covers. Saving
 per step <= min(exposed communication and copies, compute that could run meanwhile: all compute of the step that
 is not already beside other work). Work that is mostly hidden goes on a *do not chase* list: making it faster
-saves nothing. Whether the exposed work may move is not known here: same-stream neighbours close by are labelled
-a serial risk, never proof.
+saves nothing. Whether the exposed work may move is not known from a trace: work on the main compute stream, or
+with close neighbours on its own stream, is labelled a serial risk (never proof) and not counted where it is high.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def look(context: Context) -> Draft | NotFound:
         other = union(e.ts_ns[rest], e.ts_ns[rest] + e.dur_ns[rest])
         hidden[mine] = cover(other, start[mine], end[mine])
     table, quiet = _groups(context, hidden)
-    movable = np.asarray([c in MOVABLE for c in seq.classes])
+    risk = {str(r["what"]): r["serial_risk"] for r in table}
+    movable = np.asarray([c in MOVABLE and risk[c] != "high" for c in seq.classes])
     exposed = e.dur_ns[rows] - hidden
     compute = float(exposed[~movable].sum())
-    gain = min(float(exposed[movable].sum()), compute)
+    gain = min(float(exposed[movable].sum()), compute) if movable.any() else 0.0
     if gain < 1000:
-        return NotFound("communication and copies are already hidden", (*table, quiet))
+        return NotFound("what could move is already hidden; the rest is likely serial", (*table, quiet))
     factor = 1.0 - gain / float(exposed[movable].sum())
     edit = {
         int(r): float(hidden[i] + exposed[i] * factor) for i, r in enumerate(rows.tolist()) if movable[i]
@@ -82,7 +83,7 @@ def _groups(context: Context, hidden: np.ndarray) -> tuple[list[dict[str, object
                 "us": round(whole / 1000, 1),
                 "exposed_us": round((whole - under) / 1000, 1),
                 "hidden_us": round(under / 1000, 1),
-                "serial_risk": _serial(context, np.flatnonzero(at)),
+                "serial_risk": _serial(context, np.flatnonzero(at), cls),
             }
         )
         if whole and under >= HIDDEN_SHARE * whole:
@@ -91,20 +92,24 @@ def _groups(context: Context, hidden: np.ndarray) -> tuple[list[dict[str, object
     return table, {"what": "do not chase: already hidden", "names": quiet}
 
 
-def _serial(context: Context, items: np.ndarray) -> str:
-    """Share of these items with a neighbour on their own stream within a few microseconds, in words."""
+def _serial(context: Context, items: np.ndarray, cls: str) -> str:
+    """How likely these items depend on their neighbours, in words.
+
+    Communication on the main compute stream feeds the kernel behind it. Else the share of items with a neighbour
+    on their own stream within a few microseconds decides.
+    """
     seq = context.analysis.sequence
     assert seq is not None
     e = context.trace.events
+    values, counts = np.unique(seq.streams, return_counts=True)
+    main = values[np.argmax(counts)]
+    if cls == "communication" and (seq.streams[items] == main).mean() > 0.5:
+        return "high"
     close = 0
-    for i in items.tolist():
-        same = np.flatnonzero(seq.streams == seq.streams[i])
-        k = int(np.searchsorted(same, i))
-        row = seq.rows[i]
-        after = seq.rows[same[k + 1]] if k + 1 < len(same) else None
-        if after is not None and e.ts_ns[after] - (e.ts_ns[row] + e.dur_ns[row]) < SERIAL_NS:
-            close += 1
+    for s in np.unique(seq.streams[items]):
+        same = np.flatnonzero(seq.streams == s)
+        rows = seq.rows[same]
+        gap = e.ts_ns[rows][1:] - (e.ts_ns[rows] + e.dur_ns[rows])[:-1]
+        close += int(np.isin(same[:-1], items)[gap < SERIAL_NS].sum())
     share = close / len(items) if len(items) else 0.0
     return "high" if share > 0.7 else "medium" if share > 0.3 else "low"
-
-

@@ -7,6 +7,8 @@ it is shorter. A copy of the logits to the host is named.
 
 from __future__ import annotations
 
+import re
+
 from trace_diff import groups
 from trace_diff.findings.calls import operators
 from trace_diff.findings.context import Context
@@ -19,6 +21,8 @@ RULE = "sampling-cost"
 SKILLS = ("device-side-sampling", "fused-kernels")
 FORMULA = "wall - wall of the step replayed with only the dearest operation behind the output head"
 LEAST_ITEMS = 8
+_CHOOSES = frozenset({"sampling"})
+_CHOICE = re.compile(r"argmax|multinomial|gumbel|top_?[kp]|ArgMaxOps|sampl", re.I)
 LOGITS_BYTES = 4096
 
 
@@ -32,6 +36,8 @@ def look(context: Context) -> Draft | NotFound:
         return NotFound("no output head product in the step")
     head = max(heads, key=lambda a: float(seq.dur_ns[a.first : a.last + 1].sum()))
     items = [i for i in range(head.last + 1, len(seq)) if seq.classes[i] not in groups.QUIET]
+    if not any(seq.classes[i] in _CHOOSES or _CHOICE.search(seq.names[i]) for i in items):
+        return NotFound("nothing behind the last product chooses a token")
     copies = [i for i in items if context.on_gpu and _bytes(context, int(seq.rows[i])) > LOGITS_BYTES]
     row = {
         "what": "behind the output head",
