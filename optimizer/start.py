@@ -57,7 +57,7 @@ class Options:
     run_dir: Path | None = None
     runs: Path = Path("runs")
     trust_skills: tuple[Path, ...] = ()
-    agent_options: dict[str, Any] | None = None
+    agent_options: tuple[str, ...] = ()  # KEY=VALUE
 
 
 def prepare(options: Options) -> Run:
@@ -215,7 +215,15 @@ def _agent(options: Options) -> str:
 
 
 def _agent_options(options: Options) -> dict[str, Any]:
-    found = dict(options.agent_options or {})
+    found: dict[str, Any] = {}
+    for text in options.agent_options:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise Refused(f"--agent-option {text}: give KEY=VALUE")
+        try:
+            found[key] = json.loads(value)  # numbers, true and false; everything else is text
+        except ValueError:
+            found[key] = value
     for folder in options.trust_skills:
         if not folder.is_dir():
             raise Refused(f"--trust-skills {folder}: no such folder")

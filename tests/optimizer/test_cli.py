@@ -59,6 +59,7 @@ def fake_args(*more: object) -> list[object]:
         (fake_args("--python", "/no/python"), "no such interpreter"),
         (fake_args("--devices", "a,b"), "give indices such as 0,1"),
         (fake_args("--trust-skills", "/nowhere"), "--trust-skills /nowhere: no such folder"),
+        (fake_args("--agent-option", "model"), "--agent-option model: give KEY=VALUE"),
         (["--target-dir", ENGINE], "--model is needed"),
         (["--target-dir", ENGINE, "--model", "/nowhere"], "no config.json there"),
         (["resume", "x"], "no runs in"),
@@ -88,11 +89,12 @@ def test_a_run_is_pinned_before_it_works(optimize, monkeypatch, tmp_path):
     from optimizer.run import load
 
     monkeypatch.setattr(session, "work", lambda run, console: 0)
-    code, out, _ = optimize(*fake_args("--runs", tmp_path, "--seed", 5, "--tp", 2, "--goal", "1.5x", "--attempts", 3))
+    code, out, _ = optimize(*fake_args("--runs", tmp_path, "--seed", 5, "--tp", 2, "--goal", "1.5x", "--attempts", 3, "--agent-option", "a=1", "--agent-option", "b=x=y"))
     assert code == 0 and "sandbox" in out
     run = load(next(tmp_path.glob("*/run.json")).parent)
     want = run.request
     assert (want.tp, want.seed, want.limits.attempts, str(want.goal), want.dtype) == (2, 5, 3, "1.5x", "float32")
+    assert want.options == {"a": 1, "b": "x=y"}
     assert want.weights_sha256 and len(want.prompt_key) == 64 and want.environment["hash"]
     assert "prompt_key" not in run.ledger.lines()[0]["data"], "the key of the prompts is for run.json alone"
     again = optimize(*fake_args("--run-dir", run.dir))
