@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,20 +73,44 @@ def _out(text: str) -> None:
 # -- loading ---------------------------------------------------------------------------------------------------
 
 
-def _load(spec: str, label: str | None) -> tuple[TraceSet, float | None]:
-    """One engine's traces and its unprofiled step wall, where a baseline knows it."""
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """One engine's traces, and what is known beside them."""
+
+    traces: TraceSet
+    control_us: float | None = None  # wall of one step of `phase` without the profiler
+    phase: str = "decode"
+    stated: dict[str, Any] = field(default_factory=dict)  # fields of the measured cell
+
+
+def _load(spec: str, label: str | None = None) -> _Input:
+    """A file, a folder of ranks (with `capture.json`, if `capture` wrote it), or `baseline:ID`."""
     from trace_diff import ingest
 
     if spec.startswith("baseline:"):
         from reports import baselines
 
         found = baselines.get(spec.removeprefix("baseline:"))
-        return ingest.load_many(found.paths, label or found.label), found.control_us
+        stated = {"tp": found.tp} | ({"batch": found.batch, "tokens": found.batch} if found.batch else {})
+        return _Input(ingest.load_many(found.paths, label or found.label), found.control_us, "decode", stated)
     path = Path(spec)
     if not path.exists():
         raise Stop(3, f"{spec}: no such file or folder")
     name = label or (path.name if path.is_dir() else path.name.split(".")[0])
-    return ingest.load_many([path], name, progress=_progress(spec)), None
+    traces = ingest.load_many([path], name, progress=_progress(spec))
+    return _captured(path / "capture.json", traces) if path.is_dir() else _Input(traces)
+
+
+def _captured(record: Path, traces: TraceSet) -> _Input:
+    try:
+        data = json.loads(record.read_text("utf-8"))
+    except FileNotFoundError:
+        return _Input(traces)
+    except json.JSONDecodeError as error:
+        raise Stop(3, f"{record}: byte {error.pos}: {error.msg}") from None
+    batch = data.get("workload", {}).get("batch")
+    stated = {"batch": batch, "tp": len(data.get("files", ())) or None}
+    return _Input(traces, data.get("control_us"), data.get("phase", ""), {k: v for k, v in stated.items() if v})
 
 
 def _progress(name: str) -> Any:
@@ -108,19 +133,19 @@ def _analyses(options: argparse.Namespace) -> list[Analysis]:
     for at, spec in enumerate(options.traces):
         label = options.label[at] if at < len(options.label) else None
         try:
-            traces, control = _load(spec, label)
+            given = _load(spec, label)
         except _known_errors() as error:
             raise Stop(3, _one_line(error, spec)) from None
         try:
-            analysis = api.analyse(traces, options.phase)
+            stated = given.stated if given.phase == options.phase else {}
+            analysis = api.analyse(given.traces, options.phase, **stated)
         except api.NoSteps as error:
-            raise Stop(4, f"{error}{_damage(traces)}") from None
+            raise Stop(4, f"{error}{_damage(given.traces)}") from None
         if any(a.label == analysis.label for a in found):
             from dataclasses import replace
 
             analysis = replace(analysis, label=f"{analysis.label} ({at + 1})")
-        if options.phase != "decode":
-            control = None  # what baselines know is the decode step
+        control = given.control_us if given.phase == options.phase else None
         control = controls.get(analysis.label, controls.get("") if at == 0 else None) or control
         found.append(analysis.with_control(control))
     unknown = [n for n in controls if n and n not in {a.label for a in found}]
@@ -217,8 +242,8 @@ def _mapped(path: Path, analysis: Analysis) -> dict[str, Any]:
     from trace_diff import api, stackmap
 
     try:
-        traces, _ = _load(str(path), None)
-        found = stackmap.build(analysis, api.analyse(traces, str(analysis.phase)))
+        source = _load(str(path)).traces
+        found = stackmap.build(analysis, api.analyse(source, str(analysis.phase)))
     except stackmap.NoStacks as error:
         raise Stop(4, f"--map: {error}") from None
     except api.NoSteps as error:
@@ -237,7 +262,7 @@ def _show(options: argparse.Namespace) -> int:
     from reports import show
 
     try:
-        data = show.describe([_load(spec, None)[0] for spec in options.traces])
+        data = show.describe([_load(spec).traces for spec in options.traces])
     except _known_errors() as error:
         raise Stop(3, _one_line(error, options.traces[0])) from None
     if options.json:

@@ -116,7 +116,7 @@ def _add_capture(commands: Any) -> None:
     p.add_argument("--batch", type=int, default=1)
     p.add_argument("--ranks", type=int, help="expected trace files; default: what the server says, else 1")
     p.add_argument("--cpu", action="store_true", help="no device events expected")
-    p.add_argument("--vocab", type=int, default=1000, help="prompts are random token ids below this")
+    p.add_argument("--vocab", type=int, help="prompts are random token ids below this; default: what the server says, else 1000")
     p.add_argument("--with-stack", action="store_true", help="ask the server for Python stacks")
     p.add_argument("--max-steps", type=int, default=200)
     p.add_argument("--max-mb", type=float, default=400.0)

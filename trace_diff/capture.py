@@ -191,13 +191,14 @@ def capture(
     *,
     ranks: int | None = None,
     device: bool | None = None,
-    vocab: int = 1000,
+    vocab: int | None = None,
     limits: Limits | None = None,
     options: dict[str, Any] | None = None,
 ) -> Captured:
     """Capture one workload and copy the checked traces to `out/<phase>/rank<r>.json.gz` with `capture.json`.
 
-    `ranks` and `device` default to what /v1/models says (`metadata.tp`, `metadata.device`), else 1 and True.
+    `ranks`, `device` and `vocab` (prompts are random ids below it) default to what /v1/models says (`metadata.tp`,
+    `metadata.device`, `metadata.model.vocab_size`), else to 1, True and 1000.
     Raises CaptureError (by name of the failed check) or ServerError.
     """
     limits = limits or Limits()
@@ -210,6 +211,8 @@ def capture(
     ranks = ranks or int(told.get("tp") or 1)
     on_gpu = bool(told.get("device") != "cpu" if device is None else device)
     model = str(about.get("id"))
+    known = told.get("model")
+    vocab = vocab or int((known.get("vocab_size") if isinstance(known, dict) else None) or 1000)
     _drive(server, model, workload, vocab, deadline)  # warm-up: compilation and capture stay out
     control = _control_us(_drive(server, model, workload, vocab, deadline), workload)
     before = _files(trace_dir)
