@@ -74,10 +74,11 @@ class _Real:
     _weights: Any = None
 
     def capture(self, spec: LaunchSpec, out: Path) -> Capture:
-        """Raises LaunchError; preflight.Differs on the first launch of the run."""
+        """Raises LaunchError; preflight.Differs on the first launch of the incumbent."""
         from optimizer.capture import capture
 
-        return capture(spec, out, self.protocol.cell, self.prompts, self._greet)
+        greet = self._greet if spec.label == "incumbent" else lambda metadata: None
+        return capture(spec, out, self.protocol.cell, self.prompts, greet)
 
     def _greet(self, metadata: dict[str, Any]) -> None:
         """The first server of this process says what it is; a difference from the request ends the run."""
