@@ -5,6 +5,7 @@ Not for: annotated traces.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -67,17 +68,21 @@ def _periods(trace: Trace, rows: Ints, calls: Ints) -> list[Mark]:
     names = trace.events.name[rows]
     period = find_period(names)
     if period is None:
+        cuts = find_bursts(names, trace.events.ts_ns[calls])
+        period = cuts[1] - cuts[0] if len(cuts) > 1 else 0
+    else:
+        cuts = [i for i in _boundary(trace, names, calls, period) if i >= 0]
+    if not cuts:
         return []
-    first = _boundary(trace, names, calls, period)
-    cuts = [i for i in first if i >= 0]
     begins = trace.events.ts_ns[calls[cuts]]
     ends = trace.events.ts_ns[calls] + trace.events.dur_ns[calls]
-    phase = Phase.UNKNOWN if _trains(trace) else Phase.DECODE
+    phase = Phase.DECODE if _generates(trace, names[cuts[0] :]) else Phase.UNKNOWN
     out = []
     for k, a in enumerate(cuts):
         b = cuts[k + 1] if k + 1 < len(cuts) else min(a + period, len(rows))
         usual = b - a == period
-        said = grammar.StepName(phase if usual or k else Phase.PREFILL, None, None, 0)
+        first = Phase.PREFILL if phase is Phase.DECODE else phase
+        said = grammar.StepName(phase if usual or k else first, None, None, 0)
         out.append(Mark(f"inferred step {k}", int(begins[k]), int(ends[a:b].max()), said, int(trace.events.track[calls[a]]), inferred=True))
     return out
 
@@ -95,7 +100,7 @@ def find_period(names: npt.NDArray[np.int32]) -> int | None:
         if count < _ENOUGH:
             continue
         where = np.flatnonzero(names == name)
-        if count > n // 4:
+        if count > n // 2:
             continue
         shifts, times = np.unique(np.diff(where), return_counts=True)
         best = int(shifts[times.argmax()])
@@ -108,6 +113,18 @@ def find_period(names: npt.NDArray[np.int32]) -> int | None:
     if best_score < _ALIKE:
         return None
     return min(p for s, p in scored if s >= best_score - 0.005)
+
+
+def find_bursts(names: npt.NDArray[np.int32], begin: Ints) -> list[int]:
+    """Where bursts of one and the same sequence begin, told apart by pauses only (over twice the usual distance of
+    two launches); empty unless at least three bursts, four in five of them, are equal and of two launches or more."""
+    pause = np.diff(begin)
+    if len(pause) == 0:
+        return []
+    cuts = [0, *(np.flatnonzero(pause > 2 * np.median(pause)) + 1).tolist()]
+    bursts = Counter(tuple(names[a:b].tolist()) for a, b in itertools.pairwise([*cuts, len(names)]))
+    usual, times = bursts.most_common(1)[0]
+    return cuts if times >= _ENOUGH and len(usual) > 1 and times >= 0.8 * len(cuts) else []
 
 
 def _boundary(trace: Trace, names: npt.NDArray[np.int32], calls: Ints, period: int) -> list[int]:
@@ -145,5 +162,9 @@ def _rare_places(names: npt.NDArray[np.int32], phase_of: Ints, usable: npt.NDArr
     return np.array(sorted(once) if once else list(range(min(period, len(first)))), np.int64)
 
 
-def _trains(trace: Trace) -> bool:
-    return any(classify.op_class(n) == "optimizer" or "Backward0" in n for n in trace.names)
+def _generates(trace: Trace, names: npt.NDArray[np.int32]) -> bool:
+    """Repeated steps are taken for decoding where there are matrix products and nothing of training."""
+    used = [trace.names[i] for i in np.unique(names).tolist()]
+    if any(classify.op_class(n) in ("optimizer", "autograd") or "backward" in n.lower() for n in trace.names):
+        return False
+    return any({classify.kernel_class(n), classify.op_class(n)} & {"gemm", "gemv", "attention"} for n in used)

@@ -80,13 +80,16 @@ def _named(trace: Trace, rows: Ints) -> list[Mark]:
     best = int(grade[events.name[rows]].max())
     out: list[Mark] = []
     top = rows[grade[events.name[rows]] == best]
-    track = Counter(events.track[top].tolist()).most_common(1)[0][0]
+    time = Counter[int]()
+    for track, ns in zip(events.track[top].tolist(), events.dur_ns[top].tolist(), strict=True):
+        time[track] += ns + 1
+    track = time.most_common(1)[0][0]  # the thread that spends most time in steps runs them
     for i in top[events.track[top] == track].tolist():
         start, end = int(events.ts_ns[i]), int(events.ts_ns[i] + events.dur_ns[i])
         if out and start < out[-1].end:
             continue  # nested in the one before: counted once
         name = trace.names[events.name[i]]
-        out.append(Mark(name, start, end, said[int(events.name[i])], int(track)))
+        out.append(Mark(name, start, end, said[int(events.name[i])], track))
     inner = rows[(grade[events.name[rows]] < best) & (events.track[rows] == track)]
     return [_told_inside(trace, mark, inner, said) for mark in out]
 
