@@ -22,6 +22,8 @@ from optimizer.stopping import goal_reached, nothing_left
 from optimizer.types import Stage, Verdict
 from optimizer.verdicts import accept, close, finish_attempt, finish_ended, follow
 
+PATIENCE = 3  # answers without a patch, one after another, from a proposer that may still find one
+
 
 class Loop:
     """One run, from its first capture to its headline. Every decision is read out of the ledger."""
@@ -29,6 +31,7 @@ class Loop:
     def __init__(self, services: Services, run: Run) -> None:
         self.services, self.run = services, run
         self.declined: str | None = None
+        self.misses = 0
         self.last: tuple[Capture, Diagnosis] | None = None
 
     def attempt(self) -> Verdict | None:
@@ -37,8 +40,11 @@ class Loop:
         before = self.diagnose()
         proposal = propose(run, do, before)
         if isinstance(proposal, NoProposal):
-            self.declined = proposal.why
+            self.misses += 1
+            if proposal.final or self.misses >= PATIENCE:
+                self.declined = proposal.why
             return None
+        self.misses = 0
         try:
             candidate = build(run, do, proposal)
             gates(run, do, candidate, "quick")

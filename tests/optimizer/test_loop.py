@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import loop_fakes as fake
@@ -11,6 +12,7 @@ from loop_fakes import Fakes, new_run
 from optimizer.ledger import Ledger
 from optimizer.loop import Loop
 from optimizer.run import Goal, Limits
+from optimizer.services import NoProposal
 from optimizer.types import RejectReason
 
 
@@ -155,3 +157,14 @@ def test_the_goal_ends_the_run(tmp_path):
     _, fakes, why = go(tmp_path, [fake.WIN, fake.one(fake.speed(500, was=700))], goal=Goal("factor", 1.3))
     assert "goal reached" in why
     assert fakes.asked == [1]
+
+
+def test_a_proposer_that_may_still_find_something_is_asked_again_but_not_for_ever(tmp_path):
+    run = new_run(tmp_path / "run")
+    fakes = Fakes(run)
+    answers = [NoProposal("not this time", final=False, usd=0.1), fake.WIN, *[NoProposal("tired", final=False)] * 9]
+    services = replace(fakes.services(), propose=lambda question: answers.pop(0))
+    why = Loop(services, run).go()
+    assert "tired" in why and len(answers) == 6
+    assert verdicts(run) == [("accepted", None)]
+    assert run.ledger.lines()[-1]["data"]["usd_total"] == pytest.approx(0.1)
