@@ -379,7 +379,14 @@ def _rank(rank: int, b: Breakdown, slowest: int) -> Line:
 def order(findings: Iterable[Finding]) -> list[Finding]:
     """Found first, dearest first; then what could not be looked at; then what is not there."""
     rank = {"found": 0, "could_not_look": 1, "not_found": 2}
-    return sorted(findings, key=lambda f: (rank[str(f.status)], -(f.bound_us or 0.0), f.id))
+    return sorted(findings, key=lambda f: (rank[str(f.status)], -(f.bound_us or 0.0)))  # else in find()'s order
+
+
+def bound(f: Finding) -> str:
+    """What fixing it could save at most, in words."""
+    if f.bound_us is None:
+        return "no bound"
+    return f"at most {micro(f.bound_us)} per {f.per}" if f.bound_us >= 0.5 else "no saving of its own"
 
 
 def evidence_keys(rows: Sequence[dict[str, Any]], limit: int = 6) -> list[str]:

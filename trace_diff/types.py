@@ -7,7 +7,7 @@ for: parsing (ingest), drawing (reports).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
 
@@ -154,3 +154,6 @@ class Finding:
     inferred: bool = False
     missing: tuple[str, ...] = ()  # for could_not_look: the evidence that is not there
     notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

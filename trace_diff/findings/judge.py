@@ -84,7 +84,7 @@ def _found(context: Context, claim: _Claim) -> Finding:
         notes.append(f"its time is counted under {draft.counted_under}")
     elif not _every_step(draft):
         seen, total = draft.seen_in or (0, 0)
-        notes.append(f"one-time: in {seen} of {total} steps, not a cost per step")
+        notes.append(f"{'one-time' if seen == 1 else 'occasional'}: in {seen} of {total} steps, not a cost per step")
     elif factor is not None:
         bound = claim.claimed_ns * factor / 1000 / units
     elif claim.device_ns >= SMALLEST_NS:
