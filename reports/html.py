@@ -56,6 +56,7 @@ def _environment() -> jinja2.Environment:
         "diff": _diff,
         "micro": micro,
         "toks": run_page.tok_s,
+        "bound": diff_page.bound,
         "keys": diff_page.evidence_keys,
         "value": diff_page.evidence_value,
     }

@@ -46,10 +46,10 @@ def _findings(found: Iterable[Finding]) -> list[str]:
     hits = [f for f in ordered if f.status == "found"]
     out = ["## Findings", "", "Each saving is an upper bound.", ""]
     rows = [
-        ["n/a" if f.bound_us is None else f"{micro(f.bound_us)} per {f.per}", cell(f.title), cell(f.id), cell(", ".join(f.skills))]
+        [diff_page.bound(f), cell(f.title), cell(f.id), cell(", ".join(f.skills))]
         for f in hits
     ]
-    out += _rows(["at most", "finding", "id", "answered by"], rows, numbers_from=9) if hits else ["Nothing found."]
+    out += _rows(["could save", "finding", "id", "answered by"], rows, numbers_from=9) if hits else ["Nothing found."]
     out.append("")
     out += [
         f"- could not look: {cell(f.rule)} needs {cell(', '.join(f.missing))}"

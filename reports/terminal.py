@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reports import diff_page
-from reports.text import clip, micro, short
+from reports.text import clip, short
 
 if TYPE_CHECKING:
     from trace_diff.analysis import Analysis
@@ -88,8 +88,7 @@ def findings(found: Iterable[Finding], *, limit: int | None = None) -> Renderabl
 
 
 def _finding(f: Finding) -> RenderableType:
-    bound = "no bound" if f.bound_us is None else f"at most {micro(f.bound_us)} per {f.per}"
-    head = Text.assemble((f"{bound:>30}  ", "bold green"), (short(f.title, 110), "bold"), (f"  {f.id}", "dim"))
+    head = Text.assemble((f"{diff_page.bound(f):>30}  ", "bold green"), (short(f.title, 110), "bold"), (f"  {f.id}", "dim"))
     lines: list[RenderableType] = [head]
     if f.inferred:
         lines.append(Text(f"{'':32}inferred", style="dim"))

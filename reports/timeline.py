@@ -158,20 +158,37 @@ def host_spans(view: _View) -> list[Span]:
                 words.append(word)
             known[key] = words.index(word)
         painted[canvas == at] = known[key]
-    if WAIT not in words:
-        words.append(WAIT)
-    for start, arrival in _waits(view, rows):
-        a, b = np.searchsorted(edges, (start, arrival)).tolist()
-        painted[a:b] = np.where(painted[a:b] >= 0, words.index(WAIT), -1)
+    _paint_collectives(view, rows, edges, painted, words)
     spans = []
     for a, b in _runs(painted):
         if painted[a] < 0:
             continue
-        owners = list(dict.fromkeys(canvas[a:b].tolist()))
+        owners = [o for o in dict.fromkeys(canvas[a:b].tolist()) if o >= 0]
         word = words[int(painted[a])]
-        name = trace.names[int(e.name[rows[owners[0]]])] + (f" and {len(owners) - 1} more" if len(owners) > 1 else "")
+        name = trace.names[int(e.name[rows[owners[0]]])] if owners else "in another thread"
+        name += f" and {len(owners) - 1} more" if len(owners) > 1 else ""
         spans.append(view.span(edges[a], edges[b], word, f"{_words(word)}: {_cut(name)}, {micro((edges[b] - edges[a]) / 1000)}"))
     return spans
+
+
+def _paint_collectives(view: _View, rows: np.ndarray, edges: np.ndarray, painted: np.ndarray, words: list[str]) -> None:
+    """Waiting in its own shade; and collectives that a helper thread ran (gloo) while the step's thread had no row."""
+    from trace_diff.comm_rows import calls
+
+    e = view.trace.events
+    if len(view.trace.rows(*_DEVICE)):
+        return  # on a GPU trace the device lane shows them
+    helpers = np.array([c.row for c in calls(view.trace) if c.row not in set(rows.tolist())], np.int64)
+    for word in ("communication", WAIT):
+        if word not in words:
+            words.append(word)
+    comm, wait = words.index("communication"), words.index(WAIT)
+    for row in helpers.tolist():
+        a, b = np.searchsorted(edges, (e.ts_ns[row], e.ts_ns[row] + e.dur_ns[row])).tolist()
+        painted[a:b] = np.where(painted[a:b] < 0, comm, painted[a:b])
+    for start, arrival in _waits(view, np.concatenate((rows, helpers))):
+        a, b = np.searchsorted(edges, (start, arrival)).tolist()
+        painted[a:b] = np.where(painted[a:b] == comm, wait, painted[a:b])
 
 
 def _waits(view: _View, rows: np.ndarray) -> list[tuple[int, int]]:
