@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codemod_tools as t
 import libcst as cst
-from libcst.metadata import MetadataWrapper, QualifiedNameProvider
 
 PARAMS = {"slot_kib": [1024]}
 MODULE = "shm_collectives"
@@ -155,13 +154,18 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
 
 def _redirect(file: str, sources: dict[str, str]) -> str | None:
     """The file with its calls pointed at the new module, or None when it has no plain all_reduce."""
-    wrapper = MetadataWrapper(cst.parse_module(sources[file]))
-    visitor = _Calls()
-    wrapper.visit(visitor)
-    if "all_reduce" not in visitor.found.values():
+    tree = cst.parse_module(sources[file])
+    known = t.imports(tree)
+    edits: dict[cst.CSTNode, object] = {}
+    found: set[str] = set()
+    for node in t.walk(tree):
+        name = TARGETS.get(t.qualified(node.func, known)) if isinstance(node, cst.Call) else None
+        if isinstance(node, cst.Call) and name is not None and _plain(node):
+            edits[node.func] = cst.Attribute(cst.Name(MODULE), cst.Name(name))
+            found.add(name)
+    if "all_reduce" not in found:
         return None
-    tree = wrapper.module.visit(_Replace(visitor.found))
-    return t.add_import(tree, t.sibling_import(file, sources, MODULE)).code
+    return t.add_import(t.replace(tree, edits), t.sibling_import(file, sources, MODULE)).code
 
 
 def _plain(call: cst.Call) -> bool:
@@ -178,33 +182,6 @@ def _plain(call: cst.Call) -> bool:
 
 def _is_name(node: cst.BaseExpression, name: str) -> bool:
     return isinstance(node, cst.Name) and node.value == name
-
-
-class _Calls(cst.CSTVisitor):
-    """Calls to redirect: call -> function name."""
-
-    METADATA_DEPENDENCIES = (QualifiedNameProvider,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[cst.Call, str] = {}
-
-    def visit_Call(self, node: cst.Call) -> None:
-        names = {q.name for q in self.get_metadata(QualifiedNameProvider, node.func, set())}
-        target = next((TARGETS[n] for n in names if n in TARGETS), None)
-        if target is not None and _plain(node):
-            self.found[node] = target
-
-
-class _Replace(cst.CSTTransformer):
-    def __init__(self, found: dict[cst.Call, str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        if original_node not in self.found:
-            return updated_node
-        return updated_node.with_changes(func=cst.Attribute(cst.Name(MODULE), cst.Name(self.found[original_node])))
 
 
 def _metadata(sources: dict[str, str], changed: dict[str, str]) -> dict[str, str]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import codemod_tools as t
 import libcst as cst
-from libcst.metadata import MetadataWrapper, QualifiedNameProvider
 
 MODEL_NAMES = {"model", "_model", "net", "llm", "transformer", "language_model"}
 ENTRY_POINTS = {"forward", "compute_logits", "forward_decode", "forward_prefill", "decode", "prefill"}
@@ -35,20 +34,16 @@ class _Function:
 def propose(sources: dict[str, str], finding: dict) -> dict:
     """One patch; see the module docstring."""
     functions: list[_Function] = []
-    trees: dict[str, cst.Module] = {}
-    modules = t.subclasses_of(t.classes(t.parse_all(sources)), {"Module", "PreTrainedModel"})
-    for file in sorted(f for f in sources if f.endswith(".py")):
-        if "torch" not in sources[file]:
-            continue
-        wrapper = MetadataWrapper(cst.parse_module(sources[file]))
-        survey = _Survey(file, modules)
-        wrapper.visit(survey)
-        if survey.gradients:
-            return {"declined": f"{file} uses gradients ({survey.gradients})"}
-        if survey.off:
-            return {"declined": f"{file} switches autograd off for the whole process"}
-        functions += survey.functions
-        trees[file] = wrapper.module
+    trees = t.parse_all(sources, "torch")
+    modules = t.subclasses_of(t.classes(trees), {"Module", "PreTrainedModel"})
+    for file, tree in trees.items():
+        known = t.imports(tree)
+        for node in t.walk(tree):
+            if _asks_for_gradients(node):
+                return {"declined": f"{file} uses gradients"}
+            if isinstance(node, cst.Expr) and isinstance(node.value, cst.Call) and _is_guard(node.value, known):
+                return {"declined": f"{file} switches autograd off for the whole process"}
+        functions += [_survey(f, modules, known) for f in t.functions({file: tree})]
     covered = _covered(functions)
     callers = [f for f in functions if f.runs_model and not f.in_module_class]
     if not callers:
@@ -59,7 +54,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
     changed: dict[str, str] = {}
     for file in sorted({f.file for f in bare}):
         nodes = {f.node for f in bare if f.file == file}
-        changed[file] = _with_torch(trees[file].visit(_Decorate(nodes))).code
+        changed[file] = _with_torch(t.replace(trees[file], dict.fromkeys(nodes, _decorated))).code
     if len(changed) > MAX_FILES:
         return {"declined": f"the model is called in {len(changed)} files; more than one patch may touch"}
     return {
@@ -94,73 +89,39 @@ def _covered(functions: list[_Function]) -> set[str]:
         covered |= more
 
 
-class _Survey(cst.CSTVisitor):
-    METADATA_DEPENDENCIES = (QualifiedNameProvider,)
-
-    def __init__(self, file: str, modules: set[str]) -> None:
-        super().__init__()
-        self.file, self.modules = file, modules
-        self.functions: list[_Function] = []
-        self.stack: list[_Function] = []
-        self.classes: list[str] = []
-        self.gradients = ""
-        self.off = False
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        self.classes.append(node.name.value)
-
-    def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
-        self.classes.pop()
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        inside = bool(self.classes) and self.classes[-1] in self.modules
-        function = _Function(self.file, node.name.value, node, inside)
-        function.guarded = any(self._is_guard(d.decorator) for d in node.decorators)
-        self.functions.append(function)
-        self.stack.append(function)
-
-    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
-        self.stack.pop()
-
-    def visit_Yield(self, node: cst.Yield) -> None:
-        if self.stack:
-            self.stack[-1].generator = True
-
-    def visit_With(self, node: cst.With) -> None:
-        if self.stack and any(self._is_guard(item.item) for item in node.items):
-            self.stack[-1].guarded = True
-
-    def visit_Expr(self, node: cst.Expr) -> None:
-        if isinstance(node.value, cst.Call) and self._is_guard(node.value):  # set_grad_enabled(False) as a statement
-            self.off = True
-
-    def visit_Call(self, node: cst.Call) -> None:
-        name = t.last_name(node.func)
-        if name == "backward" or (name == "step" and isinstance(node.func, cst.Attribute) and "optim" in t.last_name(node.func.value)):
-            self.gradients = self.gradients or name
-        if not self.stack:
-            return
-        self.stack[-1].calls.add(name)
-        of_model = isinstance(node.func, cst.Attribute) and t.last_name(node.func.value) in MODEL_NAMES and name in ENTRY_POINTS
-        if name in MODEL_NAMES or of_model:
-            self.stack[-1].runs_model = True
-
-    def _is_guard(self, node: cst.BaseExpression) -> bool:
-        target = node.func if isinstance(node, cst.Call) else node
-        names = {q.name for q in self.get_metadata(QualifiedNameProvider, target, set())}
-        return bool(names & GUARDS)
+def _survey(function: t.Function, modules: set[str], known: dict[str, str]) -> _Function:
+    """What the function calls and how; a function inside another counts with it."""
+    made = _Function(function.file, function.name, function.node, function.cls in modules)
+    made.guarded = any(_is_guard(d.decorator, known) for d in function.node.decorators)
+    for node in t.walk(function.node.body):
+        if isinstance(node, cst.Yield):
+            made.generator = True
+        elif isinstance(node, cst.With):
+            made.guarded = made.guarded or any(_is_guard(item.item, known) for item in node.items)
+        elif isinstance(node, cst.Call):
+            name = t.last_name(node.func)
+            made.calls.add(name)
+            on_model = isinstance(node.func, cst.Attribute) and t.last_name(node.func.value) in MODEL_NAMES
+            if name in MODEL_NAMES or (on_model and name in ENTRY_POINTS):
+                made.runs_model = True
+    return made
 
 
-class _Decorate(cst.CSTTransformer):
-    def __init__(self, nodes: set[cst.FunctionDef]) -> None:
-        super().__init__()
-        self.nodes = nodes
+def _asks_for_gradients(node: cst.CSTNode) -> bool:
+    """`x.backward()`, or a step of something called an optimizer."""
+    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+        return False
+    name = node.func.attr.value
+    return name == "backward" or (name == "step" and "optim" in t.last_name(node.func.value))
 
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        if original_node not in self.nodes:
-            return updated_node
-        guard = cst.Decorator(cst.parse_expression("torch.inference_mode()"))
-        return updated_node.with_changes(decorators=[*updated_node.decorators, guard])
+
+def _is_guard(node: cst.BaseExpression, known: dict[str, str]) -> bool:
+    return t.qualified(node.func if isinstance(node, cst.Call) else node, known) in GUARDS
+
+
+def _decorated(function: cst.FunctionDef) -> cst.FunctionDef:
+    guard = cst.Decorator(cst.parse_expression("torch.inference_mode()"))
+    return function.with_changes(decorators=[*function.decorators, guard])
 
 
 def _with_torch(tree: cst.Module) -> cst.Module:

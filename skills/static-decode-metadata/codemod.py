@@ -137,7 +137,7 @@ def _free(node: cst.CSTNode) -> list[cst.Name]:
         return [node]
     if isinstance(node, cst.Attribute | cst.Arg):
         return _free(node.value)
-    return [name for child in node.children for name in _free(child)]
+    return [name for child in t.children(node) for name in _free(child)]
 
 
 # -- rotary tables ---------------------------------------------------------------------------------------------

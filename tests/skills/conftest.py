@@ -1,0 +1,70 @@
+"""Sources to try codemods on: this engine, a file of transformers, and code that has nothing to do with either."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimizer.proposers import skillbook
+from optimizer.proposers.skillbook import Rewrite, Skill
+
+ON_CPU = (
+    "custom-all-reduce",
+    "inference-mode",
+    "static-decode-metadata",
+    "merge-projections",
+    "preallocate-decode-buffers",
+    "remove-host-reads",
+    "device-side-sampling",
+    "batch-host-copies",
+    "direct-kv-write",
+)
+
+
+@pytest.fixture(scope="session")
+def skills() -> dict[str, Skill]:
+    return skillbook.load_all()
+
+
+@pytest.fixture(scope="session")
+def engine_sources(repo: Path) -> dict[str, str]:
+    """The engine's own files, by path from the repository root."""
+    files = [p for p in sorted((repo / "engine").glob("**/*.py")) if "tiny_qwen3" not in p.parts]
+    return {p.relative_to(repo).as_posix(): p.read_text("utf-8") for p in files}
+
+
+@pytest.fixture(scope="session")
+def qwen3_file() -> dict[str, str]:
+    """transformers' Qwen3 model file, as installed; never imported here."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parent / "models/qwen3/modeling_qwen3.py"
+    return {"modeling_qwen3.py": path.read_text("utf-8")}
+
+
+@pytest.fixture(scope="session")
+def act(skills: dict[str, Skill]) -> Callable[..., dict[str, str]]:
+    """act(sources, *names): the sources after these skills in turn; each must act."""
+
+    def run(sources: dict[str, str], *names: str, **finding: Any) -> dict[str, str]:
+        for name in names:
+            answer = skillbook.run(skills[name], sources, {"bound_us": 100.0, "params": skills[name].variants()[0], **finding})
+            assert not isinstance(answer, str), f"{name} declined: {answer}"
+            sources = answer[-1].after
+        return sources
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def answer(skills: dict[str, Skill]) -> Callable[[str, dict[str, str]], list[Rewrite] | str]:
+    """answer(name, sources): rewrites, or the reason of a decline."""
+
+    def run(name: str, sources: dict[str, str]) -> list[Rewrite] | str:
+        return skillbook.run(skills[name], sources, {"bound_us": 100.0, "params": skills[name].variants()[0]})
+
+    return run
