@@ -129,7 +129,7 @@ CHEATS: tuple[Case, ...] = (
                "    return _plain(self, q, cache, short)\n\n\nSdpaAttention._generation = _generation", "_generation"),
     ),
     cheat(
-        "R15", "weights silently rounded to 8 bits", "G07 G18 G19",
+        "R15", "weights silently rounded to 8 bits", "G07 G08 G18 G19",
         append("load_safetensors", "_plain = load_safetensors\n\n\ndef load_safetensors(model, model_dir):\n    _plain(model, model_dir)\n"
                "    for parameter in model.parameters():\n        if parameter.dim() == 2:\n"
                "            scale = parameter.data.abs().amax(dim=1, keepdim=True) / 127\n"

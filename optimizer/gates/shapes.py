@@ -178,7 +178,7 @@ def swap(lab: Lab) -> GateResult:
         accept_numeric_drift=lab.ctx.accept_numeric_drift,
     )
     if not result.passed and not result.parked and result.check == "G08":
-        return GateResult("swap", "G14", False, RejectReason.WEIGHTS, result.detail, facts=result.facts)
+        return GateResult("swap", "G14 G08", False, RejectReason.WEIGHTS, result.detail, facts=result.facts)
     if not result.passed:
         return result
     ended = sum(s.finish_reason == "stop" for s in got)
