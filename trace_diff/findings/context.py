@@ -105,6 +105,12 @@ class Context:
             for c, v in counts.items()
         }
 
+    @cached_property
+    def work_names(self) -> list[str]:
+        """Names of all kernels and operators of the rank's whole trace, other phases included."""
+        rows = self.trace.rows(Kind.KERNEL, Kind.CPU_OP)
+        return [self.trace.names[c] for c in np.unique(self.trace.events.name[rows]).tolist()]
+
     def named(self, match: Callable[[str], bool]) -> list[NameUse]:
         """Uses whose name matches, most self time first."""
         return sorted((u for n, u in self.uses.items() if match(n)), key=lambda u: -u.self_ns)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from trace_diff.analysis import Observer
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Answer, Basis, CouldNotLook, Draft, NotFound
 from trace_diff.findings.ledger import Ledger
-from trace_diff.types import Finding, Phase, Status
+from trace_diff.types import Finding, Kind, Phase, Status
 
 MOSTLY = 0.9  # of a saving on device clocks: then the profiler did not stretch it
+MOST_ROWS, MOST_SITES = 500, 5  # of an edit, to look up call sites
 SMALLEST_NS = 500.0  # of one step: below this a cost is not worth a line
 
 
@@ -93,7 +95,11 @@ def _found(context: Context, claim: _Claim) -> Finding:
     notes += _observer_notes(observer, basis)
     if claim.alone_ns - claim.claimed_ns > 0.02 * claim.alone_ns and bound is not None:
         notes.append(f"{claim.alone_ns / 1000:.1f} us per step on its own; the rest is claimed by dearer findings")
-    evidence = ({"what": "traced per step", "us": round(claim.alone_ns / 1000, 3)}, *draft.evidence)
+    evidence = (
+        {"what": "traced per step", "us": round(claim.alone_ns / 1000, 3)},
+        *draft.evidence,
+        *_call_sites(context, draft),
+    )
     return Finding(
         id=claim.rule.RULE + (f":{draft.suffix}" if draft.suffix else ""),
         rule=claim.rule.RULE,
@@ -107,6 +113,19 @@ def _found(context: Context, claim: _Claim) -> Finding:
         inferred=draft.inferred,
         notes=tuple(notes),
     )
+
+
+def _call_sites(context: Context, draft: Draft) -> list[dict[str, Any]]:
+    """Python lines that cause the edit's host rows, dearest first; nothing for traces without stacks."""
+    if draft.edit is None or not len(context.trace.rows(Kind.PYTHON)):
+        return []
+    time: dict[str, float] = {}
+    for row, ns in sorted(draft.edit.host_cuts.items(), key=lambda x: -x[1])[:MOST_ROWS]:
+        site = context.site(row)
+        if site is not None:
+            time[site] = time.get(site, 0.0) + ns
+    top = sorted(time.items(), key=lambda x: -x[1])[:MOST_SITES]
+    return [{"what": "call site", "site": site, "us": round(ns / 1000, 3)} for site, ns in top]
 
 
 def _observer_notes(observer: Observer, basis: Basis) -> list[str]:

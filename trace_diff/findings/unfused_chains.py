@@ -162,6 +162,6 @@ def _verdict(context: Context, family: Family, fused: tuple[float, str] | None) 
     assert seq is not None
     if any(family.fused.search(n) for n in set(seq.names)):
         return "path exists in this engine but is not used here"
-    if any(family.fused.search(n) for n in context.trace.names):
+    if any(family.fused.search(n) for n in context.work_names):
         return "path exists in this engine but is off in this phase"
     return "split everywhere" if context.references else "no reference to compare with"
