@@ -14,21 +14,35 @@ UNKNOWN = "unknown"
 
 
 class _Finder:
-    """Searches a text for any alternative of a pattern. Most alternatives are plain text, which `in` finds many times
-    faster than a regular expression does; the others are compiled one by one, so that each keeps its literal start."""
+    """Searches a name for any alternative of a pattern.
+
+    Most alternatives are plain text, which `in` finds many times faster than a regular expression does. Short ones must
+    stand at the start of a word ("range_" is not in "strange_kernel"); the others are compiled one by one, so that each
+    keeps its literal start.
+    """
 
     def __init__(self, pattern: str) -> None:
         parts = _alternatives(pattern)
-        self._texts = tuple(p for p in parts if not _SPECIAL.search(p))
+        plain = [p for p in parts if not _SPECIAL.search(p)]
+        self._anywhere = tuple(p for p in plain if len(p.strip("_")) >= _LONG or p in table.ANYWHERE)
+        self._words = tuple(p for p in plain if p not in self._anywhere)
         self._patterns = tuple((_needed(p), re.compile(p)) for p in parts if _SPECIAL.search(p))
 
-    def search(self, text: str) -> bool:
-        for plain in self._texts:
+    def search(self, text: str, name: str) -> bool:
+        """`text` is `name` in lower case; capitals in `name` begin words."""
+        for plain in self._anywhere:
             if plain in text:
                 return True
+        for plain in self._words:
+            at = text.find(plain)
+            while at >= 0:
+                if at == 0 or not text[at - 1].isalpha() or name[at].isupper():
+                    return True
+                at = text.find(plain, at + 1)
         return any(need in text and pattern.search(text) for need, pattern in self._patterns)
 
 
+_LONG = 7
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
 
 
@@ -97,14 +111,14 @@ def kernel_class(name: str) -> str:
     if match:
         return _inductor_class(match.group(1), match.group(2) or "")
     for cls, pattern in _kernels:
-        if pattern.search(text):
+        if pattern.search(text, name):
             return cls
     return UNKNOWN
 
 
 def _inductor_class(template: str, ops: str) -> str:
     for cls, pattern in _inductor:
-        if pattern.search(ops):
+        if pattern.search(ops, ops):
             return cls
     words = {w for w in ops.split("_") if w and not w.isdigit()} - {"fused"}
     if words and words <= table.INDUCTOR_COPIES:
@@ -117,7 +131,7 @@ def copy_kind(name: str) -> str:
     """d2h, h2d, d2d, h2h of a copy row's name; "memcpy" where it does not say."""
     text = name.lower()
     for kind, pattern in _copies:
-        if pattern.search(text):
+        if pattern.search(text, name):
             return kind
     return "memcpy"
 
@@ -127,7 +141,7 @@ def collective(name: str) -> tuple[str, str] | None:
     """(backend, operation) of a device kernel that communicates, else None. RCCL kernels carry NCCL's names."""
     text = name.lower()
     for backend, operation, pattern in _collectives:
-        if pattern.search(text):
+        if pattern.search(text, name):
             return backend, operation
     return None
 
@@ -173,6 +187,6 @@ def call_class(name: str) -> str:
     """Class of a runtime or driver call: launch, graph_launch, memcpy, memset, sync, malloc, free, query, ..., unknown."""
     text = name.lower()
     for cls, pattern in _calls:
-        if pattern.search(text):
+        if pattern.search(text, name):
             return cls
     return UNKNOWN

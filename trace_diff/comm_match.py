@@ -12,6 +12,7 @@ from trace_diff.comm_rows import SYNCHRONISING, Call
 _SHIFTS = 64  # calls that a rank's profile may have missed at either end
 _OVERLAP = 0.5
 _CLEARLY = 20_000  # nanoseconds
+_SHARP = 10_000  # nanoseconds: ends that agree so well (device collectives) tell the smallest offset
 _UNCOMPARABLE = 1_000_000_000  # clocks this far apart say nothing about order
 
 
@@ -89,7 +90,7 @@ def pairs(lead: list[Call], other: list[Call]) -> list[tuple[int, int]]:
 
 def offsets(found: list[Group], ranks: list[int]) -> dict[int, int]:
     """Clock of each rank minus clock of the first, in nanoseconds: median difference of the ends of synchronising
-    collectives. 0 where ranks share none, and where the ends scatter by more than half of it (then it is no offset)."""
+    collectives. 0 where ranks share none, and where ends that are not sharp scatter by more than half of it."""
     reference = ranks[0]
     out = {}
     for rank in ranks:
@@ -105,4 +106,4 @@ def offsets(found: list[Group], ranks: list[int]) -> dict[int, int]:
 def _steady(differences: np.ndarray) -> int:
     middle = int(np.median(differences))
     scatter = int(np.median(np.abs(differences - middle)))
-    return middle if abs(middle) > 2 * scatter else 0
+    return middle if scatter < _SHARP or abs(middle) > 2 * scatter else 0

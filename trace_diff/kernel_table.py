@@ -35,6 +35,9 @@ COLLECTIVES: tuple[tuple[str, str, str], ...] = (
     ("nccl", "other", r"nccl(?:dev)?kernel|ncclsymk|nccl\w*_"),
 )
 
+# Short texts that mean the same wherever they stand; other short ones must begin a word (see classify).
+ANYWHERE = frozenset({"gemm", "gemv", "nvjet", "xmma", "mmha", "fmha", "_mha", "dtoh", "htod", "dtod", "ptop", "htoh", "memcpy", "memset", "get", "query", "event", "stream", "ctx"})
+
 # On a ROCm trace, NCCL's names mean RCCL (it keeps them); see classify.collective.
 
 KERNELS: tuple[tuple[str, str], ...] = (
@@ -48,6 +51,9 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("norm", r"rms_?norm|layer_?norm|rmsnorm|layernorm|group_?norm|groupnorm|batch_?norm|bn_(?:fw|bw)_|(?<![a-z])bn_(?:fw|bw)|instance_?norm|qk_?norm|gammabetabackward|rowwise_?moments|computefusedparams|batchnorm"),
     # -- mixture of experts
     ("moe", r"(?<![a-z])moe|_combined_routing|fused_moe|moe_|topk_?gating|topkgating|grouped_topk|moe_align|moe_sum|expert|_topk_forward|topk_softmax|permute_kernel.*token|group_gemm|grouped_gemm|count_and_sort|sort_tokens|_bitmatrix|(?<![a-z])matmul_ogs|_p_matmul_ogs|silu_and_mul_masked_post"),
+    # -- matrix products and convolutions that carry an activation in their name as an epilogue
+    ("gemm", r"s\d+gemm|cutlass_\d\d_|cijk_|nvjet|xmma_gemm|bmm_"),
+    ("conv", r"scudnn|cudnn.*(?:fprop|dgrad|wgrad)|implicit_convolve|winograd"),
     # -- activations fused with the gate product, and plain ones
     ("activation", r"act_and_mul|silu|swiglu|swigluoai|gelu|geglu|(?<![a-z])relu|sigmoid_kernel|launch_gelu|tanh_kernel|threshold_kernel|leaky_relu|elu_kernel|hardswish|mish_kernel|softplus|sigmoid"),
     # -- convolutions before matrix products: implicit GEMMs say "gemm" too
@@ -61,7 +67,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     # -- token embedding lookups
     ("embedding", r"embedding|indexselect|index_select|vocab_parallel"),
     # -- sampling: arg-max, top-k, top-p, random choice, penalties
-    ("sampling", r"argmax|argmin|multinomial|top_?k|top_?p|sampl|radixsort|radix_sort|bitonicsort|sortkeyvalue|penalt|rejection|gumbel|exponential_kernel|philox.*exponential|logits?_|_logprob|ranks_kernel|min_p|greedy|gathertopk|sbtopk|mbtopk|segmented_?sort|temperature|onlinesoftmax|speculative|eagle_|bincount|nucleus"),
+    ("sampling", r"argmax|argmin|multinomial|top_?k|top_?p|sampl|radixsort|radix_sort|bitonicsort|sortkeyvalue|penalt|rejection|gumbel|exponential_kernel|philox.*exponential|logits_|_logits|_logprob|ranks_kernel|min_p|greedy|gathertopk|sbtopk|mbtopk|segmented_?sort|temperature|onlinesoftmax|speculative|eagle_|bincount|nucleus"),
     ("softmax", r"softmax|soft_max"),
     ("optimizer", r"adam|adagrad|sgd|multi_tensor_apply|foreach|lamb_|rowwise_adagrad"),
     # -- copies and casts
@@ -74,7 +80,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("pool", r"pool|upsample|interpolate|grid_sample|adaptive_average|max_pool"),
     ("loss", r"loss|_entropy|mse_|nll_"),
     ("embedding", r"lookup_kernel"),
-    ("elementwise", r"elementwise_kernel|elementwise|_pointwise|pointwise|binaryop|unaryop|cub::.*transform|devicetransform|for_each|thrust::.*parallel_for|addcmul|mul_kernel|add_kernel|triu_tril|arange|range_|op_generic_tensor|add_tensor|bias_add|optensor|nan_to_num|clamp|axpy|tensor_kernel"),
+    ("elementwise", r"elementwise_kernel|elementwise|_pointwise|pointwise|binaryop|unaryop|cub::.*transform|devicetransform|for_each|thrust::.*parallel_for|addcmul|mul_kernel|add_kernel|logit_kernel|logit_backward|triu_tril|arange|range_|op_generic_tensor|add_tensor|bias_add|optensor|nan_to_num|clamp|axpy|tensor_kernel"),
 )
 
 # Inductor: triton_{poi|red|per|tem|for|spl}_fused_<op>_<op>..._N. The op names decide; else the template does.
