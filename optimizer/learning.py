@@ -5,7 +5,6 @@ Not for: the blueprint itself (knowledge.py), or deciding what enters it (review
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,10 +35,11 @@ def accepted(run: Run) -> Sequence[Any]:
     return knowledge.accepted(facts(run))
 
 
-def learn(run: Run, number: int) -> list[str]:
-    """Propose what an attempt taught; returns the ids of new entries, none where nothing was learnt."""
-    if importlib.util.find_spec("optimizer.writeback") is None:
-        return []
-    from optimizer import writeback  # pyright: ignore[reportAttributeAccessIssue]
+def learn(run: Run, number: int | None) -> list[str]:
+    """Propose what an attempt taught (None: once more what all did); returns the entries' ids.
 
-    return [str(getattr(entry, "id", entry)) for entry in writeback.propose_entries(run.dir, number)]
+    Raises ValueError when an entry cannot be written down.
+    """
+    from optimizer import writeback  # it reads `facts` above
+
+    return [entry.id for entry in writeback.propose_entries(run.dir, number)]

@@ -20,7 +20,7 @@ from optimizer.services import Capture, Diagnosis, NoProposal, Services, Stop
 from optimizer.shrink import shrink
 from optimizer.stopping import goal_reached, nothing_left
 from optimizer.types import Stage, Verdict
-from optimizer.verdicts import accept, close, finish_attempt, finish_ended, follow
+from optimizer.verdicts import accept, close, finish_attempt, finish_ended, follow, learn
 
 PATIENCE = 3  # answers without a patch, one after another, from a proposer that may still find one
 
@@ -85,6 +85,7 @@ class Loop:
             calibrate(run, do)
         ablate(run, do)
         shrink(run, do)
+        learn(do, None)  # ablation may have told more of the accepted ones
         end = {"reason": why, "headline": headline(run, do), "bound_us_per_token": bound_us(run)}
         run.ledger.append("finished", None, {**end, **do.budget.facts()})
         return why

@@ -126,4 +126,4 @@ class Services:
     gates: Callable[[str, LaunchSpec, LaunchSpec, str, str], Iterator[GateResult]]
     run_pair: Callable[[LaunchSpec, LaunchSpec, Stage, int, str], Pair]
     check_seal: Callable[[], None]
-    learn: Callable[[int], list[str]]
+    learn: Callable[[int | None], list[str]]

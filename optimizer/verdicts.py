@@ -75,7 +75,7 @@ def close(run: Run, number: int, stop: Stop) -> Verdict:
 
 def finish_attempt(run: Run, do: Services, number: int) -> None:
     """Knowledge of the attempt is proposed to a person; its trees go; the budget so far is entered."""
-    ids = do.learn(number)
+    ids = learn(do, number)
     if ids:
         run.ledger.append("knowledge_proposed", number, {"entries": ids})
     _file_away(run, number)
@@ -84,6 +84,15 @@ def finish_attempt(run: Run, do: Services, number: int) -> None:
         if place.name not in keep:
             run.repo.drop_tree(place.name)
     run.ledger.append("budget", number, {**do.budget.facts(), "attempt_s": round(_seconds(run, number), 1)})
+
+
+def learn(do: Services, number: int | None) -> list[str]:
+    """Ids of the entries that were proposed; a lesson that cannot be written down is no reason to lose a run."""
+    try:
+        return do.learn(number)
+    except (ValueError, OSError) as error:
+        do.view.note(f"no knowledge entry was proposed: {error}")
+        return []
 
 
 def _file_away(run: Run, number: int) -> None:

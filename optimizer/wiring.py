@@ -169,7 +169,7 @@ class _Real:
         if now != self._weights:
             raise WeightsChanged(f"the files in {self.run.request.model_dir} changed during the run")
 
-    def learn(self, number: int) -> list[str]:
+    def learn(self, number: int | None) -> list[str]:
         from optimizer.learning import learn
 
         return learn(self.run, number)

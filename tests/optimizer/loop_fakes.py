@@ -217,7 +217,7 @@ class Fakes:
     def _noise(self, stage: str, index: int, arm: str) -> float:
         return math.exp(random.Random(f"{self.run.request.seed}/{stage}/{index}/{arm}").gauss(0, self.noise))
 
-    def learn(self, number: int) -> list[str]:
+    def learn(self, number: int | None) -> list[str]:
         self.on_call("learn")
         return [f"entry-{number}"]
 
