@@ -21,12 +21,11 @@ def _item(build: Build, at: int, dur: int, sync: int) -> None:
 
 def _starved(count: int = 5) -> Build:
     """The device runs dry at every read: the host launches one kernel, reads, and only then launches the next."""
-    build, corr = Build(), 0
+    build = Build()
     for k in range(count):
         at = k * 100_000
         build.mark("step[DECODE bs=1]", at, 99_000).python("engine.py(50): step", at, 99_000)
-        corr += 1
-        build.launch("gemm", at + 1_000, at + 8_000, 20_000, corr)
+        build.launch("gemm", at + 1_000, at + 8_000, 20_000, k + 1)
         build.python("sampler.py(16): sample", at + 10_000, 30_000).python("torch/_tensor.py(9): item", at + 10_500, 25_000)
         _item(build, at + 11_000, 24_000, 19_000)
     return build

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,12 +58,49 @@ def _collector_off():
 def _build(
     path: Path, label: str | None, columns: Columns, store: ArgStore, meta: dict[str, Any], notes: NoteBook
 ) -> Trace:
+    table = _table(columns, store, notes)
+    out = judge(table.rows, notes)
+    base = int(table.rows.ts[~out].min()) if (~out).any() else 0
+    good, bad = _events(table, ~out, base), _events(table, out, base)
+    if notes.truncated and len(good):
+        last = base + int((good.ts_ns + good.dur_ns).max())
+        notes.say(f"last good time: {last // 1000}.{last % 1000:03d} us")
+    rank, world, known = _rank(path, meta, notes)
+    zero = meta.get("baseTimeNanoseconds")
+    return Trace(
+        path=str(path),
+        label=label or path.name.split(".")[0],
+        rank=rank,
+        world_size=world,
+        events=good,
+        names=[n if isinstance(n, str) else str(n) for n in columns.names],
+        tracks=table.tracks,
+        base_ns=base + (zero if isinstance(zero, int) and abs(zero) < 1 << 62 else 0),
+        notes=notes.freeze(),
+        meta=meta,
+        quarantine=bad,
+        store=store,
+        rank_known=known,
+        process_at={_plain(e.pid): at for e, at in columns.meta_events if e.name == "process_name"},
+    )
+
+
+class _Table(NamedTuple):
+    """All complete events of the file, in its order."""
+
+    rows: Rows
+    track: np.ndarray
+    tracks: list[tuple[Any, Any]]
+    correlation: np.ndarray
+    external: np.ndarray
+    at: np.ndarray
+
+
+def _table(columns: Columns, store: ArgStore, notes: NoteBook) -> _Table:
     kind = columns.column("kind", np.int8)
     _name_unknown(columns, kind, notes)
-    pid, tid = columns.column("pid", np.int32), columns.column("tid", np.int32)
-    track, tracks = _tracks(columns, pid, tid)
-    on_device = mask_of(DEVICE_KINDS)[kind]
-    stream, device = _places(columns, kind, on_device, track, tracks)
+    track, tracks = _tracks(columns, columns.column("pid", np.int32), columns.column("tid", np.int32))
+    stream, device = _places(columns, mask_of(DEVICE_KINDS)[kind], track, tracks)
     rows = Rows(
         ts=columns.column("ts"),
         dur=columns.column("dur"),
@@ -80,52 +117,37 @@ def _build(
         notes.say(f"{len(labels)} ranks are merged in this file: {', '.join(label.strip() for label in labels)}")
     if columns.flows and (correlation[mask_of(WORK_KINDS)[kind]] == -1).any():
         fill_from_flows(correlation, rows, track, tracks, store, notes)
-    out = judge(rows, notes)
-    base = int(rows.ts[~out].min()) if (~out).any() else 0
-    at = columns.column("at")
+    return _Table(rows, track, tracks, correlation, external, columns.column("at"))
 
-    def events(mask: np.ndarray) -> Events:
-        order = by_start(rows.ts, rows.dur, np.flatnonzero(mask))
-        return Events(
-            ts_ns=rows.ts[order] - base,
-            dur_ns=np.maximum(rows.dur[order], 0),
-            kind=kind[order],
-            name=rows.name[order],
-            track=track[order],
-            stream=stream[order].astype(np.int32),
-            device=device[order].astype(np.int32),
-            correlation=correlation[order],
-            external_id=external[order],
-            args_at=at[order],
-        )
 
-    rank, world = ranks.from_meta(meta)
-    known = rank is not None
-    if rank is None:
-        rank = ranks.from_name(str(path))
-        notes.say(f"rank {rank} taken from the file name" if rank is not None else "no rank in the file or its name; taken as 0")
-        known = rank is not None
-    zero = meta.get("baseTimeNanoseconds")
-    good = events(~out)
-    if notes.truncated and len(good):
-        last = base + int((good.ts_ns + good.dur_ns).max())
-        notes.say(f"last good time: {last // 1000}.{last % 1000:03d} us")
-    return Trace(
-        path=str(path),
-        label=label or path.name.split(".")[0],
-        rank=rank or 0,
-        world_size=world,
-        events=good,
-        names=[n if isinstance(n, str) else str(n) for n in columns.names],
-        tracks=tracks,
-        base_ns=base + (zero if isinstance(zero, int) and abs(zero) < 1 << 62 else 0),
-        notes=notes.freeze(),
-        meta=meta,
-        quarantine=events(out),
-        store=store,
-        rank_known=known,
-        process_at={_plain(e.pid): at for e, at in columns.meta_events if e.name == "process_name"},
+def _events(table: _Table, mask: np.ndarray, base: int) -> Events:
+    rows = table.rows
+    order = by_start(rows.ts, rows.dur, np.flatnonzero(mask))
+    return Events(
+        ts_ns=rows.ts[order] - base,
+        dur_ns=np.maximum(rows.dur[order], 0),
+        kind=rows.kind[order],
+        name=rows.name[order],
+        track=table.track[order],
+        stream=rows.stream[order].astype(np.int32),
+        device=rows.device[order].astype(np.int32),
+        correlation=table.correlation[order],
+        external_id=table.external[order],
+        args_at=table.at[order],
     )
+
+
+def _rank(path: Path, meta: dict[str, Any], notes: NoteBook) -> tuple[int, int | None, bool]:
+    """(rank, world size, whether anything told the rank)."""
+    rank, world = ranks.from_meta(meta)
+    if rank is not None:
+        return rank, world, True
+    rank = ranks.from_name(str(path))
+    if rank is not None:
+        notes.say(f"rank {rank} taken from the file name")
+        return rank, world, True
+    notes.say("no rank in the file or its name; taken as 0")
+    return 0, world, False
 
 
 def by_start(ts: np.ndarray, dur: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -181,7 +203,7 @@ def _plain(value: Any) -> int | str:
 
 
 def _places(
-    columns: Columns, kind: np.ndarray, on_device: np.ndarray, track: np.ndarray, tracks: list[tuple[Any, Any]]
+    columns: Columns, on_device: np.ndarray, track: np.ndarray, tracks: list[tuple[Any, Any]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Stream and device of device rows, from the arguments, else from tid and pid; -1 on host rows."""
     stream, device = columns.column("stream"), columns.column("device")
