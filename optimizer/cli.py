@@ -134,14 +134,24 @@ def status(run: Which = None, runs: Runs = RUNS) -> None:
 
 @app.command()
 def report(
-    run: Which = None, out: Annotated[Path | None, typer.Option("--out", help="folder")] = None, runs: Runs = RUNS
+    run: Which = None,
+    out: Annotated[Path | None, typer.Option("--out", help="folder")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="a page that follows a running loop, on 127.0.0.1")] = False,
+    port: Annotated[int, typer.Option("--port", help="of --serve; any free one if left out")] = 0,
+    runs: Runs = RUNS,
 ) -> None:
-    """Write a run's report."""
+    """Write a run's report, or show it while the run works."""
     from optimizer.run import find
     from reports import html
 
     place = find(runs, run)
-    console().print(f"wrote {html.run_report(place, out or place / 'report')}")
+    if not serve:
+        console().print(f"wrote {html.run_report(place, out or place / 'report')}")
+        return
+    from optimizer import localweb, report_web
+
+    keys = localweb.Keys()
+    _serve(report_web.app(place, keys), keys, port)
 
 
 @app.command()
@@ -232,6 +242,15 @@ def seal(reason: Annotated[str, typer.Option("--reason", help="why the gates wer
     console().print(f"gates version {number}, digest {sealing.digest()}")
 
 
+def _serve(page: Any, keys: Any, port: int) -> None:
+    """Show a page until Ctrl-C."""
+    from optimizer import localweb
+
+    listener = localweb.bind(port)
+    console().print(f"open {localweb.link(listener, keys)} (Ctrl-C ends it)", markup=False, highlight=False, soft_wrap=True)
+    localweb.run(page, listener)
+
+
 def _rows(rows: Any) -> None:
     table = Table(box=None, show_header=False)
     for what, ok, detail, hint in rows:
@@ -257,7 +276,7 @@ def main() -> None:
 
 def _known(error: Exception) -> bool:
     """Errors whose message is meant for the user, by the modules that raise them; and a full disk."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EADDRINUSE):
         return True
     names = {
         "Refused", "TargetError", "RunError", "LedgerBroken", "LedgerBusy", "NotApplied", "NothingToExport",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,12 +64,17 @@ def _environment() -> jinja2.Environment:
     return env
 
 
-def _render(template: str, out: Path, **values: Any) -> None:
+def _page(template: str, **values: Any) -> bytes:
     css = Markup((_TEMPLATES / "style.css").read_text("utf-8"))
     text = _environment().get_template(template).render(css=css, **values)
-    out.parent.mkdir(parents=True, exist_ok=True)
     # A lone surrogate (a name that was not UTF-8) must not stop a report.
-    out.write_bytes(text.encode("utf-8", "replace"))
+    return text.encode("utf-8", "replace")
+
+
+def _render(template: str, out: Path, **values: Any) -> None:
+    page = _page(template, **values)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(page)
 
 
 def _svg(figure: Any) -> Markup:
@@ -104,17 +110,21 @@ def comparison(
     return out
 
 
-def run_report(run_dir: Path, out: Path) -> Path:
-    """Write `index.html`, `report.md` and the figures as PNG into folder `out`; returns the HTML file.
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Everything that a run's page shows, drawn once."""
 
-    Reads ledger.jsonl, run.json, attempts/*/patch.json and traces only. A run that was stopped early still
-    gives a report that says so. Raises run_data.RunError when there is no ledger.
-    """
-    run = run_data.read(run_dir)
+    page: run_page.RunPage
+    traces: run_traces.RunTraces
+    diff: diff_page.DiffPage | None
+    drawn: dict[str, Any]  # name -> matplotlib figure
+
+
+def run_view(run: run_data.Run, traces: run_traces.RunTraces | None = None) -> RunView:
+    """The view of a run; `traces` where they were read before (they change more rarely than the ledger)."""
     page = run_page.build(run)
-    traces = run_traces.load(run)
-    out.mkdir(parents=True, exist_ok=True)
-    drawn: dict[str, Any] = {"waterfall": None, "calibration": None}
+    traces = run_traces.load(run) if traces is None else traces
+    drawn: dict[str, Any] = {}
     if page.waterfall:
         start, steps, final = page.waterfall
         drawn["waterfall"] = figures.waterfall(start, steps, final, page.references)
@@ -126,21 +136,36 @@ def run_report(run_dir: Path, out: Path) -> Path:
         diff.timeline = timeline.build(traces.analyses, {e.label for e in traces.diff.engines})
         if diff.timeline:
             drawn["timeline"] = figures.timeline(diff.timeline)
-    pictures = {name: f for name, f in drawn.items() if f is not None}
-    for name, figure in pictures.items():
+    return RunView(page, traces, diff, drawn)
+
+
+def run_html(view: RunView, **live: Any) -> bytes:
+    """The page of a run. `live` is for a page that follows a running loop: see `live.words`."""
+    return _page(
+        "run.html.j2",
+        title=view.page.title,
+        page=view.page,
+        diff=view.diff,
+        findings=diff_page.order(view.traces.findings),
+        notes=view.traces.notes,
+        waterfall=_svg(view.drawn["waterfall"]) if "waterfall" in view.drawn else None,
+        calibration=_svg(view.drawn["calibration"]) if "calibration" in view.drawn else None,
+        **live,
+    )
+
+
+def run_report(run_dir: Path, out: Path) -> Path:
+    """Write `index.html`, `report.md` and the figures as PNG into folder `out`; returns the HTML file.
+
+    Reads ledger.jsonl, run.json, attempts/*/patch.json and traces only. A run that was stopped early still
+    gives a report that says so. Raises run_data.RunError when there is no ledger.
+    """
+    view = run_view(run_data.read(run_dir))
+    out.mkdir(parents=True, exist_ok=True)
+    for name, figure in view.drawn.items():
         (out / f"{name}.png").write_bytes(figures.png(figure))
-    text = markdown.run(page, diff, traces.findings, traces.notes, pictures=tuple(pictures))
+    text = markdown.run(view.page, view.diff, view.traces.findings, view.traces.notes, pictures=tuple(view.drawn))
     (out / "report.md").write_bytes(text.encode("utf-8", "replace"))
     target = out / "index.html"
-    _render(
-        "run.html.j2",
-        target,
-        title=page.title,
-        page=page,
-        diff=diff,
-        findings=diff_page.order(traces.findings),
-        notes=traces.notes,
-        waterfall=_svg(drawn["waterfall"]) if drawn["waterfall"] else None,
-        calibration=_svg(drawn["calibration"]) if drawn["calibration"] else None,
-    )
+    target.write_bytes(run_html(view))
     return target
