@@ -36,7 +36,7 @@ def work(run: Run, console: Console) -> int:
             view.note(f"stopped; `optimize resume {run.request.id}` goes on from here")
             return STOPPED
     console.print(summary.table(run.ledger.lines()))
-    console.print(f"Ended because {why}.", highlight=False)
+    console.print(f"Ended because {summary.clip(why)}.", highlight=False)
     place = report(run, console)
     if place is not None:
         console.print(f"Report: {place}", highlight=False)

@@ -84,3 +84,11 @@ def total(lines: Sequence[Line]) -> str:
     text = f"{accepted} accepted: {1 / head['ratio']:.2f}x{ends}, {rate}, from {head['pairs']} fresh pairs{short}"
     bound = (finished or {}).get("bound_us_per_token")
     return text + (f"; reading the weights alone bounds it at {1e6 / bound:,.0f} tok/s here" if bound else "")
+
+
+def clip(reason: str, parts: int = 3) -> str:
+    """A reason of many parts, cut to the first few; the ledger has them all."""
+    every = reason.split("; ")
+    if len(every) <= parts:
+        return reason
+    return "; ".join(every[:parts]) + f"; and {len(every) - parts} more, which `optimize status` does not cut"
