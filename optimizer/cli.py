@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from optimizer import start
+from optimizer import review_cli, start
 
 app = typer.Typer(
     add_completion=False,
@@ -249,6 +249,10 @@ def _serve(page: Any, keys: Any, port: int) -> None:
     listener = localweb.bind(port)
     console().print(f"open {localweb.link(listener, keys)} (Ctrl-C ends it)", markup=False, highlight=False, soft_wrap=True)
     localweb.run(page, listener)
+
+
+app.add_typer(review_cli.review_app, name="review")
+app.add_typer(review_cli.knowledge_app, name="knowledge")
 
 
 def _rows(rows: Any) -> None:

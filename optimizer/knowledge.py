@@ -36,13 +36,13 @@ class Scope(_Model):
     """Exact values under which the entry was seen to hold. An empty list is unknown, and matches nothing."""
 
     engine: list[str] = []
-    engine_version: list[str] = Field([], description="hash of the engine's sources as the run found them")
+    engine_version: list[str] = Field(default=[], description="hash of the engine's sources as the run found them")
     model: list[str] = []
     tp: list[int] | list[Literal["any"]] = []
     batch: list[int] | list[Literal["any"]] = []
-    mode: list[str] = Field([], description="eager, graph, compile")
-    device: list[str] = Field([], description="device class, e.g. cpu:x86_64 or NVIDIA H200")
-    dtype: list[str] = Field([], description="exact precision, e.g. float32")
+    mode: list[str] = Field(default=[], description="eager, graph, compile")
+    device: list[str] = Field(default=[], description="device class, e.g. cpu:x86_64 or NVIDIA H200")
+    dtype: list[str] = Field(default=[], description="exact precision, e.g. float32")
     torch: list[str] = []
 
     def holds(self, facts: Mapping[str, Any]) -> bool:
@@ -107,6 +107,16 @@ class SourceRef(_Model):
     commit: str | None = None
 
 
+class Audit(_Model):
+    """A check that a machine can make: how often `pattern` occurs in code (regex) or per decode step (row glob)."""
+
+    kind: Literal["code", "trace"]
+    pattern: str
+    files: list[str] = Field(default=[], description="globs; empty means every file")
+    least: int = 0
+    most: int | None = None
+
+
 class Legacy(_Model):
     """Fields of a MetaInfer `performance_optimization` node that have no other home; kept for export."""
 
@@ -141,8 +151,10 @@ class Entry(_Model):
     pitfalls: list[str] = []
     failed_variants: list[Variant] = []
     remaining_gaps: list[str] = []
-    audit_code: str | None = None
-    audit_trace: str | None = None
+    demands: list[str] = Field(default=[], description="terms that code following the rule contains")
+    forbids: list[str] = Field(default=[], description="terms that it does not contain")
+    constants: dict[str, Any] = Field(default={}, description="numbers that the rule fixes, by name")
+    audit: list[Audit] = []
     source_refs: list[SourceRef] = []
     legacy: Legacy | None = None
     status: Status = Status.PROPOSED

@@ -106,7 +106,7 @@ def _blocked(ctx: ProposeContext, finding: Finding, mechanism: str, params: Mapp
     for item in ctx.history:
         if item.get("mechanism") != mechanism or finding.id not in item.get("finding_ids", ()):
             continue
-        if params and item.get("params", {}) != dict(params):
+        if any(item.get("params", {}).get(name) != value for name, value in params.items()):
             continue
         verdict, reason = item.get("verdict"), item.get("reason") or ""
         where = f"attempt {item.get('attempt', '?')}"

@@ -1,0 +1,245 @@
+"""The queue of knowledge entries that wait for a person, and what happens when one decides.
+
+`proposed` entries of runs and `imported` or `proposed` ones of the blueprint are shown with their evidence; a
+decision writes the entry with reviewer and date, commits it where the blueprint lies in a git repository, and adds
+a `reviewed` line to the run's ledger. Not for: making entries (writeback.py), or drawing web pages.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Group
+from rich.markup import escape
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+
+from . import blueprint_check, writeback
+from .blueprint_check import Problem
+from .knowledge import BLUEPRINT, Blueprint, Entry, Gain, Scope, Status
+from .ledger import Ledger
+
+WAITING = (Status.PROPOSED, Status.IMPORTED)
+
+
+class ReviewError(Exception):
+    """A decision that cannot be made; one clear line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One entry of the queue. `run` is its run's folder, None for entries that already lie in the blueprint."""
+
+    entry: Entry
+    run: Path | None
+
+
+def queue(runs: Path, folder: Path = BLUEPRINT) -> list[Item]:
+    """Everything that waits: entries of runs first, newest run first, then those of the blueprint, by id.
+
+    Entries of runs are filled again from their ledgers. A run that cannot be read is left out; `optimize status`
+    says what is wrong with it.
+    """
+    found: list[Item] = []
+    decided = {e.id for e in Blueprint.load(folder).entries()} if folder.is_dir() else set()
+    for place in sorted((p.parent for p in runs.glob("*/run.json")), reverse=True):
+        found += [Item(e, place) for e in _of_run(place) if e.status in WAITING and e.id not in decided]
+    book = Blueprint.load(folder) if folder.is_dir() else Blueprint((), folder)
+    return found + [Item(e, None) for e in sorted(book.entries(), key=lambda e: e.id) if e.status in WAITING]
+
+
+def _of_run(place: Path) -> list[Entry]:
+    try:
+        writeback.propose_entries(place)
+    except Exception:  # noqa: BLE001  (one broken run must not hide the queue of all others)
+        return []
+    return sorted(writeback.proposals(place).entries(), key=lambda e: (e.evidence.attempt or 0, e.id))
+
+
+def parked(runs: Path) -> Iterator[tuple[str, int, str]]:
+    """(run, attempt, why) of patches that wait for a person: numeric drift, wins that nothing explains."""
+    for place in sorted((p.parent for p in runs.glob("*/run.json")), reverse=True):
+        for line in Ledger(place / "ledger.jsonl").lines():
+            if line["kind"] == "parked":
+                data = line["data"]
+                yield place.name, line["attempt"], f"{data.get('reason') or data.get('stage')}: {data.get('detail') or ''}"
+
+
+def find(items: list[Item], name: str) -> Item:
+    """The item with this id, or the only one whose id begins so. Raises ReviewError."""
+    exact = [i for i in items if i.entry.id == name]
+    found = exact or [i for i in items if i.entry.id.startswith(name)]
+    if len(found) != 1:
+        what = "no entry" if not found else f"{len(found)} entries"
+        raise ReviewError(f"{what} in the queue begin with {name!r}; there are: {', '.join(i.entry.id for i in items) or 'none'}")
+    return found[0]
+
+
+def problems(item: Item, folder: Path = BLUEPRINT, as_accepted: bool = True) -> list[Problem]:
+    """What the validator says of the entry beside the accepted ones."""
+    book = Blueprint.load(folder) if folder.is_dir() else Blueprint((), folder)
+    entry = item.entry.model_copy(update={"status": Status.ACCEPTED}) if as_accepted else item.entry
+    others = [e for e in book.entries() if e.status is Status.ACCEPTED and e.id != entry.id]
+    return [p for p in blueprint_check.check([*others, entry]) if entry.id in p.entries]
+
+
+def accept(
+    item: Item,
+    reviewer: str | None = None,
+    reason: str | None = None,
+    scope: Mapping[str, list[Any]] | None = None,
+    folder: Path = BLUEPRINT,
+) -> Entry:
+    """Admit the entry, with fields of its scope replaced as given. Raises ReviewError on a blocking problem."""
+    entry = item.entry
+    if scope:
+        try:
+            entry = entry.model_copy(update={"scope": Scope.model_validate({**entry.scope.model_dump(), **scope})})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ReviewError(f"scope: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    blocking = [p for p in problems(Item(entry, item.run), folder) if p.blocking]
+    if blocking:
+        raise ReviewError("cannot be accepted: " + "; ".join(map(str, blocking)))
+    return _decide(Item(entry, item.run), Status.ACCEPTED, reviewer, reason, folder)
+
+
+def reject(item: Item, reason: str, reviewer: str | None = None, folder: Path = BLUEPRINT) -> Entry:
+    """Keep the entry out; it stays on file with the reason, so that nobody proposes it again unasked."""
+    if not reason.strip():
+        raise ReviewError("a rejection needs a reason")
+    return _decide(item, Status.REJECTED, reviewer, reason, folder)
+
+
+def _decide(item: Item, status: Status, reviewer: str | None, reason: str | None, folder: Path) -> Entry:
+    who = reviewer or whoami(folder)
+    entry = item.entry.model_copy(
+        update={"status": status, "reviewer": who, "reason": reason, "decided_on": datetime.now(UTC).date().isoformat()}
+    )
+    book = Blueprint.load(folder) if folder.is_dir() else Blueprint((), folder)
+    book.put(entry)
+    file = book.save(entry.topic, folder)
+    if status is Status.ACCEPTED:
+        _supersede(book, entry, folder)
+    commit = _commit(folder, file, entry)
+    if item.run is not None:
+        mine = writeback.proposals(item.run)
+        mine.put(entry)
+        mine.save(entry.topic)
+        ledger = Ledger(item.run / "ledger.jsonl")
+        data = {"entry": entry.id, "decision": status.value, "reviewer": who, "reason": reason, "commit": commit}
+        ledger.append("reviewed", entry.evidence.attempt, data)
+        ledger.close()
+    return entry
+
+
+def _supersede(book: Blueprint, entry: Entry, folder: Path) -> None:
+    for old in [e for e in book.entries() if e.id in entry.supersedes and e.status is Status.ACCEPTED]:
+        book.put(old.model_copy(update={"status": Status.SUPERSEDED, "reason": f"superseded by {entry.id}"}))
+        book.save(old.topic, folder)
+
+
+def whoami(folder: Path) -> str:
+    """The reviewer's name: git's user.name, else the login name."""
+    name = _git(folder, "config", "user.name")
+    return name or os.environ.get("USER") or getpass.getuser()
+
+
+def _git(folder: Path, *args: str) -> str | None:
+    """Output of git in the blueprint's repository; None when it is in none, or git fails."""
+    try:
+        done = subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _commit(folder: Path, file: Path, entry: Entry) -> str | None:
+    """Commit exactly the blueprint's folder; None outside a repository, or when git would not."""
+    if _git(folder, "rev-parse", "--show-toplevel") is None or _git(folder, "check-ignore", "-q", str(file)) is not None:
+        return None
+    verb = "Accept" if entry.status is Status.ACCEPTED else "Reject"
+    message = f"{verb} knowledge {entry.id}\n\n{entry.title}\n\nReviewed-by: {entry.reviewer}\nReason: {entry.reason or '-'}"
+    name = ("-c", f"user.name={entry.reviewer}") if _git(folder, "config", "user.name") is None else ()
+    mail = ("-c", "user.email=reviewer@localhost") if _git(folder, "config", "user.email") is None else ()
+    if _git(folder, "add", "--", str(file.parent)) is None:
+        return None
+    if _git(folder, *name, *mail, "commit", "-q", "-m", message, "--", str(file.parent)) is None:
+        return None
+    return _git(folder, "rev-parse", "HEAD")
+
+
+# -- what the terminal shows ------------------------------------------------------------------------------------
+
+
+def table(items: list[Item]) -> Table:
+    """The queue, one row an entry."""
+    shown = Table(title=f"{len(items)} entries wait for a person", title_justify="left")
+    for name in ("id", "status", "mechanism", "gain", "where"):
+        shown.add_column(name, overflow="fold")
+    for item in items:
+        entry = item.entry
+        gain = entry.gain.marginal or entry.gain.series
+        where = ", ".join(f"{k} {v[0]}" for k in ("engine", "tp", "device") if (v := getattr(entry.scope, k))) or "unknown"
+        effect = ("no effect shown" if not entry.helps else "not measured here") if gain is None or not entry.helps else percent(gain)
+        shown.add_row(escape(entry.id), entry.status.value, escape(entry.mechanism), effect, escape(where))
+    return shown
+
+
+def percent(gain: Gain) -> str:
+    """A ratio of times as a speed-up with its interval."""
+    low, high = sorted(1 / r - 1 for r in gain.ci95)
+    return f"{1 / gain.ratio - 1:+.1%} [{low:+.1%}, {high:+.1%}]"
+
+
+def show(item: Item, folder: Path = BLUEPRINT) -> Group:
+    """One entry with everything a decision needs: rule, scope, gains, evidence, problems, patch."""
+    entry = item.entry
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, value in _facts(entry):
+        if value:
+            facts.add_row(name, escape(str(value)))
+    parts: list[Any] = [Panel(facts, title=escape(f"{entry.id}: {entry.title}"), title_align="left")]
+    found = problems(item, folder)
+    if found:
+        lines = "\n".join(f"{'blocks' if p.blocking else 'note'}: {p}" for p in found)
+        parts.append(Panel(escape(lines), title="what the validator says", title_align="left", style="yellow"))
+    if entry.patch:
+        parts.append(Syntax(entry.patch[:20_000], "diff", word_wrap=True, background_color="default"))
+    return Group(*parts)
+
+
+def _facts(entry: Entry) -> Iterator[tuple[str, Any]]:
+    yield "rule", entry.rule
+    yield "why", entry.why
+    yield "role", entry.role if entry.helps else "does not help here"
+    yield "signature", entry.detection.signature
+    for name, value in entry.detection.before.items():
+        after = entry.detection.after.get(name)
+        yield f"  {name}", f"bound {value:.0f} us before, {'gone' if after is None else f'{after:.0f} us'} after"
+    yield "scope", "; ".join(f"{k} {', '.join(map(str, v))}" for k, v in entry.scope.model_dump().items() if v) or "unknown"
+    for name in ("marginal", "leave_one_out", "series"):
+        gain = getattr(entry.gain, name)
+        yield f"gain ({name.replace('_', '-')})", f"{percent(gain)} in {gain.pairs} pairs" if gain else None
+    yield "parameters", json.dumps(entry.params) if entry.params else None
+    for name in ("preconditions", "pitfalls", "remaining_gaps", "conflicts_with", "supersedes"):
+        yield name.replace("_", " "), "; ".join(getattr(entry, name))
+    yield "failed variants", "; ".join(f"{v.what} ({v.reason})" for v in entry.failed_variants)
+    proof = entry.evidence
+    yield "evidence", "; ".join(f"{k} {str(v)[:16]}" for k, v in proof.model_dump(exclude={"traces"}).items() if v)
+    yield "traces", "; ".join(f"{k} {v[:12]}" for k, v in proof.traces.items())
+    yield "sources", "; ".join(f"{r.repository} {r.file}" for r in entry.source_refs)
+    if entry.legacy is not None:
+        yield "imported from", "; ".join(f"{k} {v}" for k, v in entry.legacy.model_dump().items() if v)

@@ -1,0 +1,137 @@
+"""Command line of the knowledge blueprint: `optimize review ...` and `optimize knowledge ...`.
+
+Not for: what a decision does (review.py), or checks (blueprint_check.py).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+BLUEPRINT = Path(__file__).resolve().parents[1] / "skills" / "blueprint"  # knowledge.BLUEPRINT, without its imports
+review_app = typer.Typer(help="Look at knowledge entries that wait for a person; accept or reject them.", no_args_is_help=False)
+knowledge_app = typer.Typer(help="Check, import and export the knowledge blueprint.", no_args_is_help=True)
+Runs = Annotated[Path, typer.Option("--runs", help="folder of all runs")]
+Folder = Annotated[Path, typer.Option("--blueprint", help="folder of the blueprint")]
+Reviewer = Annotated[str | None, typer.Option("--reviewer", help="your name; git's user.name if left out")]
+RUNS = Path("runs")
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+@review_app.callback(invoke_without_command=True)
+def listing(context: typer.Context, runs: Runs = RUNS, blueprint: Folder = BLUEPRINT) -> None:
+    """List what waits: knowledge entries, and patches that were parked."""
+    if context.invoked_subcommand is not None:
+        return
+    from . import review
+
+    out = _console()
+    out.print(review.table(review.queue(runs, blueprint)))
+    for run, attempt, why in review.parked(runs):
+        out.print(f"parked: run {run} attempt {attempt}: {why}", markup=False)
+
+
+@review_app.command("show")
+def show(entry: str, runs: Runs = RUNS, blueprint: Folder = BLUEPRINT) -> None:
+    """Show one entry with its evidence, its patch and what the validator says."""
+    from . import review
+
+    _console().print(review.show(review.find(review.queue(runs, blueprint), entry), blueprint))
+
+
+@review_app.command("accept")
+def accept(
+    entry: str,
+    reason: Annotated[str | None, typer.Option("--reason", help="why")] = None,
+    scope: Annotated[list[str] | None, typer.Option("--scope", help="FIELD=VALUE[,VALUE...]: replace a field of the scope; `any` widens it")] = None,
+    reviewer: Reviewer = None,
+    runs: Runs = RUNS,
+    blueprint: Folder = BLUEPRINT,
+) -> None:
+    """Admit an entry: proposers read it from now on where its scope holds."""
+    from . import review
+
+    item = review.find(review.queue(runs, blueprint), entry)
+    done = review.accept(item, reviewer, reason, _scope(scope or []), blueprint)
+    _console().print(f"accepted {done.id}, reviewed by {done.reviewer}", markup=False)
+
+
+@review_app.command("reject")
+def reject(
+    entry: str,
+    reason: Annotated[str, typer.Option("--reason", help="why")],
+    reviewer: Reviewer = None,
+    runs: Runs = RUNS,
+    blueprint: Folder = BLUEPRINT,
+) -> None:
+    """Keep an entry out; it stays on file with the reason."""
+    from . import review
+
+    done = review.reject(review.find(review.queue(runs, blueprint), entry), reason, reviewer, blueprint)
+    _console().print(f"rejected {done.id}, reviewed by {done.reviewer}", markup=False)
+
+
+def _scope(given: list[str]) -> dict[str, list[Any]]:
+    from .review import ReviewError
+
+    found: dict[str, list[Any]] = {}
+    for text in given:
+        name, sign, values = text.partition("=")
+        if not sign:
+            raise ReviewError(f"--scope {text}: write FIELD=VALUE")
+        found[name] = [int(v) if v.isdigit() else v for v in values.split(",")]
+    return found
+
+
+@knowledge_app.command("check")
+def check(file: Annotated[Path | None, typer.Argument(help="a MetaInfer blueprint; our own if left out")] = None, blueprint: Folder = BLUEPRINT) -> None:
+    """Find contradictions, stale evidence and advice that loosens gates. Exit 1 when something blocks."""
+    from . import blueprint_check, blueprint_prose, seal
+    from .knowledge import Blueprint
+
+    if file is None:
+        found = blueprint_check.check(Blueprint.load(blueprint).entries(), gates_digest=seal.digest())
+    else:
+        found = blueprint_prose.check(json.loads(file.read_text("utf-8")))
+    for problem in found:
+        _console().print(f"{'blocks' if problem.blocking else 'note  '}  {problem}", markup=False)
+    _console().print(f"{len(found)} problems")
+    raise typer.Exit(1 if any(p.blocking for p in found) else 0)
+
+
+@knowledge_app.command("import")
+def import_(file: Path, repository: Annotated[str, typer.Option("--repository", help="where the file comes from")] = "", blueprint: Folder = BLUEPRINT) -> None:
+    """Take a MetaInfer inference_blueprint.json in as `imported` entries; those already there are left alone."""
+    from .blueprint_metainfer import import_entries
+    from .knowledge import Blueprint, SourceRef
+
+    source = SourceRef(repository=repository, file=file.name) if repository else None
+    book = Blueprint.load(blueprint) if blueprint.is_dir() else Blueprint((), blueprint)
+    known = {e.id for e in book.entries()}
+    new = [e for e in import_entries(json.loads(file.read_text("utf-8")), source) if e.id not in known]
+    for entry in new:
+        book.put(entry)
+    for topic in sorted({e.topic for e in new}):
+        book.save(topic, blueprint)
+    _console().print(f"imported {len(new)} entries; `optimize review` shows them")
+
+
+@knowledge_app.command("export")
+def export(base: Path, out: Path, blueprint: Folder = BLUEPRINT) -> None:
+    """Write BASE, a MetaInfer blueprint, with our accepted entries added to OUT."""
+    from .blueprint_metainfer import export_entries
+    from .knowledge import Blueprint
+
+    data = json.loads(base.read_text("utf-8"))
+    done = export_entries(Blueprint.load(blueprint).entries(), data, datetime.now(UTC).date().isoformat())
+    out.write_text(json.dumps(done, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    _console().print(f"wrote {out}", markup=False)

@@ -1,0 +1,213 @@
+"""What a run taught, as proposed knowledge entries: filled from the ledger and the run's repository alone.
+
+An accepted series gives one entry per patch (enablers as such); an attempt whose effect could not be shown gives
+one that says so. Entries lie in the run's own folder until a person decides (review.py). Not for: deciding, or
+anything that a running proposer reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optimizer import learning, state
+from optimizer import run as runs
+from optimizer.knowledge import Blueprint, Detection, Entry, Evidence, Gain, Gains, Scope, Status, Variant
+from optimizer.ledger import Line
+from optimizer.run import Run
+from optimizer.runrepo import GitError
+from optimizer.state import Attempt
+from optimizer.types import RejectReason, Stage, Verdict
+
+FOLDER = "knowledge"  # in the run's folder
+NO_EFFECT = {RejectReason.NO_GAIN, RejectReason.GUARD, RejectReason.NOT_ACTIVATED}
+SAYS_NOTHING = {RejectReason.INFRASTRUCTURE, RejectReason.NO_BUDGET, RejectReason.DECLINED, RejectReason.SEAL}
+
+
+def propose_entries(run_dir: Path, number: int | None = None) -> list[Entry]:
+    """Entries of one attempt, or of all, written to runs/<id>/knowledge; those already decided on stay as they are.
+
+    Called again at the end of a run, entries gain what only then is known (leave-one-out, failed variants).
+    """
+    run = runs.load(run_dir)
+    lines = run.ledger.lines()
+    found = [e for a in state.attempts(lines) if number in (None, a.number) for e in entries_of(run, lines, a)]
+    book = proposals(run_dir)
+    decided = {e.id for e in book.entries() if e.status is not Status.PROPOSED}
+    new = [e for e in found if e.id not in decided]
+    for entry in new:
+        book.put(entry)
+    for topic in sorted({e.topic for e in new}):
+        book.save(topic)
+    return new
+
+
+def proposals(run_dir: Path) -> Blueprint:
+    """The entries in a run's folder; empty when there are none yet."""
+    folder = run_dir / FOLDER
+    return Blueprint.load(folder) if folder.is_dir() else Blueprint((), folder)
+
+
+def entries_of(run: Run, lines: Sequence[Line], attempt: Attempt) -> list[Entry]:
+    """What one attempt taught: [] while it is open, or when it failed for reasons that say nothing of the idea."""
+    end = attempt.end
+    if end is None:
+        return []
+    members = attempt.data("proposed")
+    if attempt.verdict is Verdict.ACCEPT:
+        return [_accepted(run, lines, attempt, at) for at in range(len(members))]
+    reason = RejectReason(end["data"]["reason"]) if end["data"].get("reason") else None
+    if attempt.verdict is Verdict.PARKED or reason in SAYS_NOTHING:
+        return []
+    if attempt.verdict is Verdict.UNDECIDED or reason in NO_EFFECT:
+        return [_without_effect(run, lines, attempt)]
+    return []  # a faulty patch is a failed variant of its mechanism, not knowledge about it
+
+
+def _accepted(run: Run, lines: Sequence[Line], attempt: Attempt, at: int) -> Entry:
+    assert attempt.end is not None
+    data, members = attempt.end["data"], attempt.data("proposed")
+    proposed, last = members[at], at == len(members) - 1
+    gain = Gain(ratio=data["ratio"], ci95=tuple(data["ci95"]), pairs=data["pairs"])
+    rows = data.get("rows") or {}
+    commit = _commit(run, attempt.number, at, data)
+    return Entry(
+        id=f"{run.request.id}.{attempt.number}" + (f".{at + 1}" if len(members) > 1 else ""),
+        topic=proposed["mechanism"],
+        mechanism=proposed["mechanism"],
+        title=proposed.get("title") or proposed["mechanism"],
+        rule=f"Where the signature is there, apply {proposed['mechanism']}: {proposed.get('title') or ''}".rstrip(": "),
+        why=f"{gain.ratio:.3f} of the incumbent's time per token [{gain.ci95[0]:.3f}, {gain.ci95[1]:.3f}] in {gain.pairs} pairs",
+        role="win" if last else "enabler",
+        detection=_detection(proposed, rows),
+        scope=_scope(run),
+        params=proposed.get("params") or {},
+        gain=Gains(
+            marginal=gain if len(members) == 1 else None,
+            series=gain if len(members) > 1 else None,
+            leave_one_out=_left_out(lines, run, commit),
+        ),
+        evidence=_evidence(run, lines, attempt, proposed),
+        patch=_patch(run, commit),
+        failed_variants=_failed(lines, attempt, proposed["mechanism"]),
+        remaining_gaps=[f"{name}: {b:.0f} us of its bound are left" for name, (_, b) in sorted(rows.items()) if b],
+        proposed_on=attempt.end["t_utc"],
+    )
+
+
+def _without_effect(run: Run, lines: Sequence[Line], attempt: Attempt) -> Entry:
+    assert attempt.end is not None
+    proposed, data = attempt.data("proposed")[-1], attempt.end["data"]
+    measured = next((d for kind in ("confirmed", "decided", "screened") for d in attempt.data(kind)), None)
+    gain = None
+    if measured is not None and measured.get("pairs"):
+        gain = Gain(ratio=measured["ratio"], ci95=tuple(measured["ci95"]), pairs=measured["pairs"])
+    return Entry(
+        id=f"{run.request.id}.{attempt.number}",
+        topic=proposed["mechanism"],
+        mechanism=proposed["mechanism"],
+        title=f"No effect shown: {proposed.get('title') or proposed['mechanism']}",
+        rule=f"Here, do not spend an attempt on {proposed['mechanism']} before the step has become much faster",
+        why=f"{attempt.verdict} at {data.get('stage')}: {data.get('reason') or 'effect below what could be resolved'}; {data.get('detail') or ''}".rstrip("; "),
+        helps=False,
+        detection=_detection(proposed, {}),
+        scope=_scope(run),
+        params=proposed.get("params") or {},
+        gain=Gains(marginal=gain),
+        evidence=_evidence(run, lines, attempt, proposed),
+        failed_variants=_failed(lines, attempt, proposed["mechanism"]),
+        proposed_on=attempt.end["t_utc"],
+    )
+
+
+def _scope(run: Run) -> Scope:
+    """Exactly this run: nothing is widened here."""
+    facts = learning.facts(run)
+    return Scope(**{name: [facts[name]] if facts.get(name) is not None else [] for name in Scope.model_fields})
+
+
+def _detection(proposed: dict[str, Any], rows: dict[str, Sequence[float | None]]) -> Detection:
+    ids = proposed["finding_ids"]
+    return Detection(
+        signature=f"finding {', '.join(ids)}" if ids else proposed["mechanism"],
+        rule=ids[0].partition(":")[0] if ids else None,
+        before={name: a for name, (a, _) in rows.items() if a is not None},
+        after={name: b for name, (_, b) in rows.items() if b is not None},
+    )
+
+
+def _evidence(run: Run, lines: Sequence[Line], attempt: Attempt, proposed: dict[str, Any]) -> Evidence:
+    assert attempt.end is not None
+    traces: dict[str, str] = {}
+    for line in lines:
+        if line["kind"] != "captured" or line["data"].get("reference"):
+            continue
+        mine = line["attempt"] == attempt.number
+        before = line["data"].get("commit") == attempt.end["incumbent_commit"] or line["data"].get("label") == "baseline"
+        if mine or before:
+            traces.update(_hashes(run.dir, line["data"].get("traces", ()), "after" if mine else "before"))
+    return Evidence(
+        run=run.request.id,
+        attempt=attempt.number,
+        traces=traces,
+        patch_sha=proposed["patch_sha"],
+        ledger_hash=attempt.end["hash"],
+        gates_digest=attempt.end["gates_digest"],
+    )
+
+
+def _hashes(folder: Path, names: Sequence[str], when: str) -> dict[str, str]:
+    """sha256 of those trace files that are there."""
+    files = [folder / name for name in names]
+    return {f"{when}: {f.relative_to(folder)}": hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
+
+
+def _commit(run: Run, number: int, at: int, data: dict[str, Any]) -> str | None:
+    """The attempt's commit in the run's final history (it may have been made smaller), else the one accepted."""
+    try:
+        final = [c for c in run.repo.log(run.base, run.repo.incumbent()) if run.repo.trailers(c).get("Attempt") == str(number)]
+    except GitError:
+        return None
+    commits = data.get("commits") or [data.get("commit")]
+    if len(final) == len(commits):
+        return final[at]
+    return commits[at] if at < len(commits) else None
+
+
+def _patch(run: Run, commit: str | None) -> str | None:
+    if commit is None:
+        return None
+    try:
+        return run.repo.diff(f"{commit}^", commit)
+    except GitError:
+        return None
+
+
+def _left_out(lines: Sequence[Line], run: Run, commit: str | None) -> Gain | None:
+    """From the ablation: time of the final engine over that of the engine without this commit."""
+    if commit is None:
+        return None
+    title = run.repo.message(commit).partition("\n")[0]
+    for data in (line["data"] for line in lines if line["kind"] == "decided"):
+        whole = data["stage"] == Stage.ABLATE and data.get("title") == title and "hunks" not in data
+        if whole and data.get("pairs"):
+            return Gain(ratio=data["ratio"], ci95=tuple(data["ci95"]), pairs=data["pairs"])
+    return None
+
+
+def _failed(lines: Sequence[Line], attempt: Attempt, mechanism: str) -> list[Variant]:
+    """Other attempts of the same mechanism in this run that did not make it."""
+    found = []
+    for other in state.attempts(lines):
+        proposed = other.data("proposed")[-1]
+        if other.number == attempt.number or proposed["mechanism"] != mechanism or other.end is None:
+            continue
+        if other.verdict in (Verdict.REJECT, Verdict.UNDECIDED):
+            data = other.end["data"]
+            reason = f"{other.verdict} at {data.get('stage')}: {data.get('reason') or 'not resolved'}"
+            found.append(Variant(what=proposed.get("title") or mechanism, reason=reason, attempt=other.number))
+    return found
+
+
