@@ -86,11 +86,17 @@ def build(run: Run, do: Services, proposal: Proposal) -> Candidate:
             "Mechanism": patch.mechanism,
             "Predicted-us": f"{patch.predicted_us:g} per {patch.per}",
         }
-        commit = run.repo.commit_sources(parent, changed, patch.title or patch.mechanism, patch.risk, trailers)
+        commit = run.repo.commit_sources(parent, changed, patch.title or patch.mechanism, _words(patch), trailers)
         name = str(proposal.number) if at == len(proposal.series.patches) - 1 else f"{proposal.number}.{at + 1}"
         members.append(Member(patch, parent, commit, ast_hash(after), run.spec(commit, name, "candidate")))
         parent = commit
     return Candidate(proposal.number, proposal.series, run.spec(start, incumbent_name(start), "incumbent"), tuple(members))
+
+
+def _words(patch: Patch) -> str:
+    """The body of a patch's commit: what must stay true, and what could go wrong."""
+    parts = [f"Must stay true: {'; '.join(patch.invariants)}." if patch.invariants else "", patch.risk]
+    return "\n\n".join(part for part in parts if part)
 
 
 def incumbent_name(commit: str) -> str:

@@ -84,7 +84,7 @@ def _noise() -> Row:
     facts = fingerprint.fingerprint("cpu", sandbox.detect().name)
     load, cores = facts["now"]["load"][0], facts["cores"]
     quiet = load < 0.5 * cores
-    return Row("noise", quiet, f"load {load:.1f} on {cores} cores", "other work on this machine widens every interval")
+    return Row("noise", quiet or None, f"load {load:.1f} on {cores} cores", "other work on this machine widens every interval")
 
 
 def _command(name: str, probe: str, hint: str, optional: bool = False) -> Row:

@@ -55,10 +55,11 @@ def body(run: Run, lines: Sequence[Line], final: str) -> str:
     for commit in run.repo.log(run.base, final):
         title, _, rest = run.repo.message(commit).partition("\n")
         parts += [f"## {title}", "", "```", rest.strip(), "```", ""]
-    prefix = run.target.root.name
+    inside = run.target.directory.relative_to(run.target.root).as_posix()
+    what = "the engine's files" if inside == "." else f"`{inside}/`"
     parts += [
-        f"Apply with `git am *.patch` where `{run.target.directory.relative_to(run.target.root)}` lies at the top of the "
-        f"repository, else with `git am --directory=PATH/TO/{prefix} *.patch`.",
+        f"Apply with `git am *.patch` where {what} lie at the top of the repository, else with "
+        f"`git am --directory=FOLDER *.patch`, FOLDER being the one that holds them.",
         "",
         f"Run {want.id}; ledger head `{lines[-1]['hash']}`; seal `{want.gates_digest}`; weights `{want.weights_sha256}`. "
         f"`optimize verify {want.id}` checks that every patch was judged by the sealed gates.",
