@@ -60,21 +60,8 @@ def self_times(trace: Trace, track: int, start: int, end: int) -> dict[str, int]
 
     Each instant belongs to the innermost row that is open, so nested operators are never counted twice.
     """
-    tree, kinds = nesting(trace), table(trace)
-    events = trace.events
-    rows = _thread_rows(trace, track)
-    lo = int(np.searchsorted(events.ts_ns[rows], end, side="left"))
-    rows = rows[:lo]
-    rows = rows[tree.end_ns[rows] > start]
-    a, b = np.maximum(events.ts_ns[rows], start), np.minimum(tree.end_ns[rows], end)
-    length = np.maximum(b - a, 0)
-    own = length.copy()
-    place = np.full(len(events), -1, np.int64)
-    place[rows] = np.arange(len(rows))
-    up = tree.parent[rows]
-    inner = np.flatnonzero(up >= 0)
-    target = place[up[inner]]
-    np.subtract.at(own, target[target >= 0], length[inner][target >= 0])
+    kinds = table(trace)
+    rows, own = _innermost_time(trace, track, start, end)
     sums = np.zeros(len(kinds.names), np.int64)
     np.add.at(sums, kinds.category[rows], own)
     out = {kinds.names[k]: int(sums[k]) for k in np.flatnonzero(sums).tolist()}
@@ -86,29 +73,44 @@ def self_times(trace: Trace, track: int, start: int, end: int) -> dict[str, int]
 
 def innermost(trace: Trace, track: int, start: int, end: int) -> dict[str, int]:
     """Names of the innermost rows of one thread in [start, end), with the time for which each was innermost."""
-    tree, events = nesting(trace), trace.events
-    rows = _thread_rows(trace, track)
-    rows = rows[: int(np.searchsorted(events.ts_ns[rows], end, side="left"))]
-    rows = rows[tree.end_ns[rows] > start]
-    own = np.maximum(np.minimum(tree.end_ns[rows], end) - np.maximum(events.ts_ns[rows], start), 0)
-    up = tree.parent[rows]
-    place = np.searchsorted(rows, up)
-    inner = np.flatnonzero((up >= 0) & (place < len(rows)) & (rows[np.minimum(place, len(rows) - 1)] == up)) if len(rows) else up
-    length = own.copy()
-    if len(rows):
-        np.subtract.at(own, place[inner], length[inner])
+    rows, own = _innermost_time(trace, track, start, end)
     out: dict[str, int] = {}
     for i in np.flatnonzero(own > 0).tolist():
-        name = trace.names[events.name[rows[i]]]
+        name = trace.names[trace.events.name[rows[i]]]
         out[name] = out.get(name, 0) + int(own[i])
     return out
 
 
-def _thread_rows(trace: Trace, track: int) -> Ints:
+def _innermost_time(trace: Trace, track: int, start: int, end: int) -> tuple[Ints, Ints]:
+    """(rows of the thread that are open somewhere in the window, for how long each is the innermost one)."""
+    tree, events = nesting(trace), trace.events
+    thread, begin = _thread_rows(trace, track)
+    lo, hi = np.searchsorted(begin, (start, end), side="left")
+    rows = thread[lo:hi]
+    if lo > 0:  # what is open at the start encloses, or is, the last row before it
+        row, still = int(thread[lo - 1]), []
+        while row >= 0:
+            if tree.end_ns[row] > start:
+                still.append(row)
+            row = int(tree.parent[row])
+        rows = np.concatenate([np.array(still[::-1], np.int64), rows])
+    a, b = np.maximum(events.ts_ns[rows], start), np.minimum(tree.end_ns[rows], end)
+    length = np.maximum(b - a, 0)
+    own = length.copy()
+    up = tree.parent[rows]
+    at = np.minimum(np.searchsorted(rows, up), max(len(rows) - 1, 0))
+    inner = np.flatnonzero((up >= 0) & (rows[at] == up)) if len(rows) else at
+    np.subtract.at(own, at[inner], length[inner])
+    return rows, own
+
+
+def _thread_rows(trace: Trace, track: int) -> tuple[Ints, Ints]:
+    """Host rows of a thread and their starts."""
     key = f"thread{track}"
     if key not in trace.cache:
         rows = trace.rows(*NESTED_KINDS)
-        trace.cache[key] = rows[trace.events.track[rows] == track]
+        rows = rows[trace.events.track[rows] == track]
+        trace.cache[key] = rows, trace.events.ts_ns[rows]
     return trace.cache[key]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trace_diff import classify, grammar, repetition
+from trace_diff.completeness import flagged
 from trace_diff.ingest.trace import Trace
 from trace_diff.links import CALL_KINDS, Links, links
 from trace_diff.types import Kind, Phase, Step
@@ -108,7 +109,6 @@ def _told_inside(trace: Trace, mark: Mark, inner: Ints, said: dict[int, grammar.
 
 def _steps(trace: Trace, marks: list[Mark]) -> list[Step]:
     events = trace.events
-    n = len(events)
     tied = links(trace)
     starts = np.array([m.start for m in marks], np.int64)
     owner = _owners(trace, starts, tied)
@@ -120,6 +120,7 @@ def _steps(trace: Trace, marks: list[Mark]) -> list[Step]:
     order = np.argsort(owner, kind="stable")
     bounds = np.searchsorted(owner[order], np.arange(len(marks) + 1))
     launched = _host_ends(trace, marks, owner)
+    loose = tied.device_rows[owner[tied.device_rows] < 0]
     out: list[Step] = []
     for k, mark in enumerate(marks):
         rows = order[bounds[k] : bounds[k + 1]]
@@ -129,7 +130,7 @@ def _steps(trace: Trace, marks: list[Mark]) -> list[Step]:
             stop = int(begin[k + 1])
             if stop - done > _PAUSE * max(done - int(begin[k]), 1):
                 stop = done
-        rows = _with_unlinked(rows, tied, owner, events.ts_ns, int(begin[k]), stop)
+        rows = _with_unlinked(rows, loose, events.ts_ns, int(begin[k]), stop)
         out.append(
             Step(
                 rank=trace.rank,
@@ -144,8 +145,7 @@ def _steps(trace: Trace, marks: list[Mark]) -> list[Step]:
                 flags=("inferred",) if mark.inferred else (),
             )
         )
-    assert n == len(owner)
-    return flagged(trace, out, marks, tied)
+    return flagged(trace, out, [m.said.empty for m in marks], owner, tied)
 
 
 def _owners(trace: Trace, starts: Ints, tied: Links) -> Ints:
@@ -181,68 +181,7 @@ def _host_ends(trace: Trace, marks: list[Mark], owner: Ints) -> Ints:
     return last
 
 
-def _with_unlinked(rows: Ints, tied: Links, owner: Ints, start: Ints, a: int, b: int) -> Ints:
-    """Add device rows that no launch in the file explains and that begin inside the window."""
-    loose = tied.device_rows[owner[tied.device_rows] < 0]
-    loose = loose[(start[loose] >= a) & (start[loose] < b)]
-    return np.sort(np.concatenate([rows, loose])).astype(np.int64) if len(loose) else rows
-
-
-def flagged(trace: Trace, found: list[Step], marks: list[Mark], tied: Links) -> list[Step]:
-    """Mark what must stay out of averages: empty, cut-off and under-recorded steps."""
-    launch_of = tied.launch_of(len(trace.events))
-    graph_call = trace.flags("graph call", CALL_KINDS, lambda n: classify.call_class(n) == "graph_launch")
-    launch_call = trace.flags("any launch", CALL_KINDS, lambda n: classify.call_class(n) in ("launch", "graph_launch"))
-    kind = trace.events.kind
-    is_call = (kind == Kind.RUNTIME) | (kind == Kind.DRIVER)
-    work = (kind == Kind.KERNEL) | (kind == Kind.MEMCPY) | (kind == Kind.MEMSET)
-    has_device = bool(work.any())
-    seen: list[tuple[int, int, int, tuple[int, ...]]] = []
-    for step in found:
-        rows = step.rows
-        device = rows[work[rows]]
-        calls = rows[is_call[rows] & launch_call[trace.events.name[rows]]]
-        got = set(launch_of[device].tolist())
-        answered = sum(c in got for c in calls.tolist())
-        replays = tuple(
-            int((launch_of[device] == c).sum()) for c in calls.tolist() if graph_call[trace.events.name[c]]
-        )
-        seen.append((len(device), len(calls), answered, replays))
-    out = []
-    for k, (step, mark) in enumerate(zip(found, marks, strict=True)):
-        peers = [seen[j] for j in range(len(found)) if found[j].phase == step.phase and j != k]
-        flags = step.flags + tuple(_flags(seen[k], peers, mark, has_device))
-        if k == len(found) - 1 and (trace.notes.truncated or _cut(seen[k], peers)):
-            flags += ("last",)
-        if k == 0 and _cut(seen[k], peers):
-            flags += ("first",)
-        out.append(replace(step, flags=flags, complete=not set(flags) & {"empty", "under_recorded", "last", "first"}))
-    return out
-
-
-def _flags(
-    own: tuple[int, int, int, tuple[int, ...]],
-    peers: list[tuple[int, int, int, tuple[int, ...]]],
-    mark: Mark,
-    has_device: bool,
-) -> list[str]:
-    device, calls, answered, replays = own
-    flags = []
-    if mark.said.empty or (has_device and device == 0):
-        flags.append("empty")
-    if calls and answered < calls * 0.98 and not mark.said.empty:
-        flags.append("under_recorded")
-    same = [p[3] for p in peers if len(p[3]) == len(replays)]
-    if replays and same and "under_recorded" not in flags:
-        usual = [max(p[i] for p in same) for i in range(len(replays))]
-        if any(count < 0.98 * most for count, most in zip(replays, usual, strict=True)):
-            flags.append("under_recorded")
-    return flags
-
-
-def _cut(own: tuple[int, int, int, tuple[int, ...]], peers: list[tuple[int, int, int, tuple[int, ...]]]) -> bool:
-    """Clearly less work than the usual step of its phase: the profiler began or ended inside it."""
-    if len(peers) < 2:
-        return False
-    usual = sorted(p[1] for p in peers)[len(peers) // 2]
-    return own[1] < 0.5 * usual
+def _with_unlinked(rows: Ints, loose: Ints, start: Ints, a: int, b: int) -> Ints:
+    """Add device rows that no launch in the file explains (`loose`) and that begin inside the window."""
+    lo, hi = np.searchsorted(start[loose], (a, b), side="left")
+    return np.sort(np.concatenate([rows, loose[lo:hi]])).astype(np.int64) if hi > lo else rows
