@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 BUILT_IN = Path(__file__).resolve().parents[2] / "skills"
-TOOLS = "codemod_tools"
+TOOLS = ("codemod_tools", "gpu_tools")  # modules that codemods may import besides libcst; each only those before it
 
 
 class SkillError(Exception):
@@ -113,8 +113,9 @@ def _load_codemod(path: Path) -> tuple[Callable[..., Any] | None, dict[str, tupl
     file = path / "codemod.py"
     if not file.is_file():
         return None, {}
-    if TOOLS not in sys.modules:  # what codemods may import besides libcst
-        _load_module(TOOLS, BUILT_IN / f"{TOOLS}.py")
+    for tools in TOOLS:
+        if tools not in sys.modules:
+            _load_module(tools, BUILT_IN / f"{tools}.py")
     module = _load_module(f"hotloop_skill_{path.name.replace('-', '_')}", file)
     if not callable(getattr(module, "propose", None)):
         raise SkillError(f"{file}: has no function `propose(sources, finding)`")

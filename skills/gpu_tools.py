@@ -1,0 +1,217 @@
+"""What the codemods for GPUs share: where a function stands in the code, guards, and the paged attention that two of
+them bring.
+
+Pure functions on texts and syntax trees, as in `codemod_tools.py`. Not for: choosing skills, or anything about traces.
+"""
+
+from __future__ import annotations
+
+import codemod_tools as t
+import libcst as cst
+
+PAGED_ATTENTION = '''"""Decode attention on the pages of the cache where they lie: no gathered copy, no length read by the host.
+
+Each program takes a part of one sequence for one KV head; a second kernel joins the parts. Not for: prompts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a torch for CPUs: `reference` is all that is used
+    triton = None
+
+PARTS = 16  # of a sequence: with 8 KV heads they fill a large GPU at batch 1
+TOKENS = 64  # read at a time
+
+
+def decode_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """q [G, heads, D], pages k and v [blocks, page, kv_heads, D], tables [G, most], lengths [G] -> [G, heads, D]."""
+    on_gpu = triton is not None and q.is_cuda and q.element_size() == 2
+    return launch(q, k, v, tables, lengths) if on_gpu else reference(q, k, v, tables, lengths)
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """The same by gathering whole pages and masking what lies past each length."""
+    k, v = k[tables].flatten(1, 2), v[tables].flatten(1, 2)
+    mask = torch.arange(k.shape[1], device=q.device) < lengths.unsqueeze(1)
+    grouped = q.unflatten(1, (k.shape[2], -1))
+    out = F.scaled_dot_product_attention(grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask[:, None, None, :])
+    return out.flatten(1, 2)
+
+
+def launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    count, heads, size = q.shape
+    q, (page, kv_heads) = q.contiguous(), k.shape[1:3]
+    out = torch.empty_like(q)
+    partial = torch.empty((count, heads, PARTS, size), dtype=torch.float32, device=q.device)
+    sums = torch.empty((count, heads, PARTS, 2), dtype=torch.float32, device=q.device)
+    paged_attention_parts[(count, kv_heads, PARTS)](
+        q, k, v, tables, lengths, partial, sums, tables.stride(0), size**-0.5,
+        PAGE=page, KV=kv_heads, GROUP=heads // kv_heads, ROWS=max(16, heads // kv_heads), D=size, PARTS=PARTS, TOKENS=TOKENS,
+    )  # fmt: skip
+    paged_attention_join[(count * heads,)](partial, sums, out, D=size, PARTS=PARTS)
+    return out
+
+
+if triton is not None:
+
+    @triton.jit
+    def paged_attention_parts(q, k, v, tables, lengths, partial, sums, table_row, scale, PAGE: tl.constexpr, KV: tl.constexpr,
+               GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+        sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        length = tl.load(lengths + sequence).to(tl.int32)
+        span = tl.cdiv(tl.cdiv(length, PARTS), TOKENS) * TOKENS
+        last = tl.minimum((part + 1) * span, length)
+        rows, d, t = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, TOKENS)
+        at = (sequence * KV + head) * GROUP + rows
+        own = rows < GROUP
+        query = tl.load(q + at[:, None] * D + d[None, :], mask=own[:, None], other=0.0)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D], tl.float32)
+        for start in range(part * span, last, TOKENS):
+            position = start + t
+            inside = position < last
+            block = tl.load(tables + sequence * table_row + position // PAGE, mask=inside, other=0).to(tl.int64)
+            place = ((block * PAGE + position % PAGE) * KV + head) * D
+            keys = tl.load(k + place[None, :] + d[:, None], mask=inside[None, :], other=0.0)
+            values = tl.load(v + place[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+            scores = tl.where(inside[None, :], tl.dot(query, keys) * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            weights, keep = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
+            acc = acc * keep[:, None] + tl.dot(weights.to(values.dtype), values)
+            total = total * keep + tl.sum(weights, 1)
+            top = higher
+        to = at * PARTS + part
+        tl.store(partial + to[:, None] * D + d[None, :], acc, mask=own[:, None])
+        tl.store(sums + to * 2, top, mask=own)
+        tl.store(sums + to * 2 + 1, total, mask=own)
+
+    @triton.jit
+    def paged_attention_join(partial, sums, out, D: tl.constexpr, PARTS: tl.constexpr):
+        row = tl.program_id(0)
+        part, d = row * PARTS + tl.arange(0, PARTS), tl.arange(0, D)
+        top, total = tl.load(sums + part * 2), tl.load(sums + part * 2 + 1)
+        share = tl.exp(top - tl.max(top, 0))
+        acc = tl.sum(tl.load(partial + part[:, None] * D + d[None, :]) * share[:, None], 0)
+        tl.store(out + row * D + d, (acc / tl.sum(total * share, 0)).to(out.dtype.element_ty))
+'''
+
+
+def new_file(sources: t.Sources, beside: str, name: str) -> str:
+    """Path of a module `name` in the folder of the file `beside`."""
+    folder = beside.rpartition("/")[0]
+    return f"{folder}/{name}.py" if folder else f"{name}.py"
+
+
+def local_names(text: str, file: str, sources: t.Sources) -> str:
+    """A template's imports of `engine.x`, spelt as the folder of `file` is imported."""
+    folder = file.rpartition("/")[0].replace("/", ".")
+    return text if folder == "engine" else text.replace("from engine.", f"from {folder}." if folder else "from ")
+
+
+def imported(tree: cst.Module, file: str, sources: t.Sources, module: str) -> cst.Module:
+    """The tree with an import of a sibling module."""
+    return t.add_import(tree, t.sibling_import(file, sources, module))
+
+
+def paged_attention(sources: t.Sources) -> dict[str, str] | str:
+    """Changed files that let decode attention read the pages in place on a GPU; or the reason why not.
+
+    Looked for: a function that looks pages up by a block table of its metadata argument, masks by the lengths of the
+    same object, calls scaled_dot_product_attention, and returns [G, heads, D].
+    """
+    trees = t.parse_all(sources, "scaled_dot_product_attention")
+    why = "no attention over pages gathered by a block table"
+    for function in t.functions(trees):
+        if "decode_attention(" in t.code(function.node):
+            return "decode attention reads the pages in place already"
+        found = _gathers(function)
+        if found is None:
+            continue
+        cache, keys, values, meta, table = found
+        lengths = _lengths(function, meta, table)
+        query = next((p for p in function.params if p not in ("self", cache, meta)), None)
+        if lengths is None or query is None or f"{query}.unflatten(1" not in t.code(function.node):
+            why = f"{function.cls}.{function.name} is not laid out as [sequences, heads, size]"
+            continue
+        file = new_file(sources, function.file, "paged_attention")
+        if file in sources:
+            return f"{file} is there already"
+        call = f"paged_attention.decode_attention({query}, {cache}.{keys}, {cache}.{values}, {meta}.{table}, {meta}.{lengths})"
+        lines = f"if {query}.is_cuda:  # the pages where they lie: nothing is gathered, no length is read\n    return {call}\n"
+        tree = t.replace(trees[function.file], t.before(function.statements()[0], lines))
+        return {file: PAGED_ATTENTION, function.file: imported(tree, function.file, sources, "paged_attention").code}
+    return why
+
+
+def _gathers(function: t.Function) -> tuple[str, str, str, str, str] | None:
+    """(cache, keys, values, metadata, table) of `cache.keys[metadata.table]` and the same for values."""
+    found: list[tuple[str, str, str, str]] = []
+    for node in t.walk(function.node):
+        if isinstance(node, cst.Subscript) and len(node.slice) == 1 and isinstance(node.slice[0].slice, cst.Index):
+            pair = node.value, node.slice[0].slice.value
+        elif isinstance(node, cst.Call) and t.last_name(node.func) == "gather_pages" and len(node.args) >= 2:
+            pair = node.args[0].value, node.args[1].value
+        else:
+            continue
+        pages, table = pair
+        if not isinstance(pages, cst.Attribute) or not isinstance(table, cst.Attribute) or "block_table" not in table.attr.value:
+            continue
+        owners = t.last_name(pages.value), t.last_name(table.value)
+        if all(owner in function.params for owner in owners):
+            found.append((owners[0], pages.attr.value, owners[1], table.attr.value))
+    if len(found) != 2 or found[0][0] != found[1][0] or found[0][2:] != found[1][2:]:
+        return None
+    (cache, first, meta, table), (_, second, _, _) = found
+    return (cache, first, second, meta, table) if "k" in first and "v" in second and first != second else None
+
+
+def _lengths(function: t.Function, meta: str, table: str) -> str | None:
+    """The attribute of the metadata that the mask compares positions with."""
+    for node in t.walk(function.node):
+        if isinstance(node, cst.Comparison) and any(isinstance(c.operator, cst.LessThan) for c in node.comparisons):
+            for inner in t.walk(node.comparisons[0].comparator):
+                if isinstance(inner, cst.Attribute) and t.last_name(inner.value) == meta and inner.attr.value != table:
+                    return inner.attr.value
+    return None
+
+
+def unguarded(sources: t.Sources) -> dict[str, list[cst.FunctionDef]]:
+    """Methods outside the model that call it and run no guard against autograd, by file."""
+    trees = t.parse_all(sources, "torch")
+    modules = t.subclasses_of(t.classes(trees), {"Module"})
+    found: dict[str, list[cst.FunctionDef]] = {}
+    for function in t.functions(trees):
+        text = t.code(function.node)
+        calls = {t.code(n.func) for n in t.walk(function.node) if isinstance(n, cst.Call)}
+        runs = {"model", "self.model"} & calls
+        if function.cls not in modules and runs and "inference_mode" not in text and "no_grad" not in text:
+            found.setdefault(function.file, []).append(function.node)
+    return found
+
+
+def guard(sources: t.Sources, nodes: dict[str, list[cst.FunctionDef]]) -> dict[str, str]:
+    """The files with these functions under torch.inference_mode. Nodes must come from `unguarded`."""
+    changed = {}
+    for file, wanted in nodes.items():
+        names = {t.code(n.with_changes(leading_lines=[])) for n in wanted}
+        tree = cst.parse_module(sources[file])
+        new: dict[cst.CSTNode, object] = {}
+        for function in t.functions({file: tree}):
+            if t.code(function.node.with_changes(leading_lines=[])) in names:
+                line = cst.Decorator(cst.parse_expression("torch.inference_mode()"))
+                new[function.node] = lambda updated, line=line: updated.with_changes(decorators=[*updated.decorators, line])
+        changed[file] = t.replace(tree, new).code
+    return changed
