@@ -118,6 +118,9 @@ def judge(stage: Stage, pairs: Sequence[Pair], calibration: Calibration, protoco
     if state[0] == 0:
         return None
     result = _result(stage, g[: int(used[0])], calibration, bool(state[0] == 1), float(p[0]), planned)
+    if result.passed and (odd := sum(p.facts.get("drift", {}).get("tolerance", 0) for p in own)):
+        why = f"{odd} timed streams lie between the bands of equal and wrong: a person decides ({result.why})"
+        return replace(result, passed=False, parked=True, reason=RejectReason.DRIFT, why=why)
     if not result.passed or stage is Stage.SCREEN:
         return result
     return _with_guards(result, pairs, calibration, more=g.size < planned)

@@ -138,8 +138,8 @@ def run_pair(
             except LoadError as error:
                 raise InfrastructureError(str(error)) from error
     assert work is not None
-    verify(arms, oracle)
-    return _pair(arms, work, protocol, stage, index, order, a.device, bench.clock() - began)
+    drift = verify(arms, oracle)
+    return _pair(arms, work, protocol, stage, index, order, a.device, bench.clock() - began, drift)
 
 
 def _failed(name: str, started: bool, reason: RejectReason, detail: str) -> str:
@@ -277,6 +277,8 @@ def _check(requests: Sequence[Request], streams: Sequence[Stream], server: Any) 
             raise _ArmFailed(RejectReason.CRASH, f"{s.error}; {_tail(server)}")
         if len(s.token_ids) != request.max_tokens or len(s.arrivals_ns) != len(s.token_ids):
             raise _ArmFailed(RejectReason.TOKEN_ACCOUNTING, f"{len(s.token_ids)} tokens of {request.max_tokens} came")
+        if s.finish_reason != "length":
+            raise _ArmFailed(RejectReason.TOKEN_ACCOUNTING, f"finish reason {s.finish_reason!r}, not 'length'")
         usage = s.usage or {}
         counted = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if counted != (len(request.prompt_ids), request.max_tokens):
@@ -293,10 +295,12 @@ def _tail(server: Any) -> str:
 # --- after the clock has stopped -----------------------------------------------------------------------
 
 
-def verify(arms: dict[str, Arm], oracle: Any) -> None:
+def verify(arms: dict[str, Arm], oracle: Any) -> dict[str, int]:
     """Score every timed stream of both arms. Equal streams are scored once.
 
-    Errors: CandidateFailed (WRONG_TOKENS) for arm b, InfrastructureError for arm a.
+    Returns how many streams that only arm b gave lie in the bands between equal and wrong: `reorder` (counts as
+    equal) and `tolerance` (a person decides: `accept.judge` parks). Errors: CandidateFailed (WRONG_TOKENS) for arm
+    b, InfrastructureError for arm a.
     """
     owners: dict[tuple[tuple[int, ...], tuple[int, ...]], set[str]] = {}
     sample: dict[tuple[tuple[int, ...], tuple[int, ...]], Stream] = {}
@@ -310,19 +314,25 @@ def verify(arms: dict[str, Arm], oracle: Any) -> None:
         scores = oracle.score(list(sample.values()))
     except OracleError as error:
         raise InfrastructureError(f"the oracle failed: {error}") from error
-    wrong = [(owners[key], score) for key, score in zip(sample, scores, strict=True) if not score.ok]
-    for who, score in sorted(wrong, key=lambda w: "a" not in w[0]):
-        detail = f"token {score.first_bad} of a timed stream, gap {score.max_gap:.3g} ({score.band})"
+    judged = [(owners[key], score) for key, score in zip(sample, scores, strict=True)]
+    for who, score in sorted(judged, key=lambda j: "a" not in j[0]):
+        if score.band != "wrong":
+            continue
+        detail = f"token {score.first_bad} of a timed stream, gap {score.max_gap:.3g}"
         if "a" in who:
             raise InfrastructureError(f"the incumbent's tokens are wrong: {detail}")
         raise CandidateFailed(RejectReason.WRONG_TOKENS, detail)
+    only_b = [score.band for who, score in judged if who == {"b"}]
+    return {band: only_b.count(band) for band in ("reorder", "tolerance")}
 
 
 def _pair(
-    arms: dict[str, Arm], work: Work, protocol: Protocol, stage: Stage, index: int, order: str, device: str, seconds: float
-) -> Pair:
+    arms: dict[str, Arm], work: Work, protocol: Protocol, stage: Stage, index: int, order: str, device: str,
+    seconds: float, drift: dict[str, int],
+) -> Pair:  # fmt: skip
     a, b = arms["a"], arms["b"]
-    facts = {
+    facts: dict[str, Any] = {
+        "drift": drift,
         "windows": {name: arm.window.to_json() for name, arm in arms.items()},
         "start_s": {name: arm.start_s for name, arm in arms.items()},
         "warm_up_s": {name: arm.warm_s for name, arm in arms.items()},

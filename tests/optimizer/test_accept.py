@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -164,6 +165,15 @@ def test_the_reported_gain_is_that_of_the_confirmation():
     assert result is not None and result.passed
     assert result.ratio == pytest.approx(math.exp(-0.10), rel=0.01)
     assert result.ci95[0] < result.ratio < result.ci95[1] < 1
+
+
+def test_a_gain_whose_tokens_lie_between_the_bands_is_parked():
+    odd = [replace(p, facts={"drift": {"reorder": 3, "tolerance": 1}}) for p in pairs([0.3] * 3, Stage.DECIDE)]
+    result = accept.judge(Stage.DECIDE, odd, calibration(), FULL)
+    assert result is not None and result.parked and result.reason is RejectReason.DRIFT
+    reordered = [replace(p, facts={"drift": {"reorder": 3, "tolerance": 0}}) for p in odd]
+    result = accept.judge(Stage.DECIDE, reordered, calibration(), FULL)
+    assert result is not None and result.passed
 
 
 def test_more_than_a_fifth_of_discarded_pairs_ends_the_stage_without_a_gain():

@@ -34,6 +34,7 @@ class Engine:
     start_s: float = 4.0
     memory: int = 10**9
     wrong: bool = False
+    odd: bool = False  # tokens between the bands
     fails: str | None = None  # "boot", "crash", "hang", "short", "usage", "refused"
     foreign_cores: float = 0.0
     throttled: bool = False
@@ -128,8 +129,9 @@ class Generator:
         error = {"crash": "receive: reset", "hang": "not finished within 40 s"}.get(engine.fails or "")
         said = request.max_tokens + (engine.fails == "usage")
         usage = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": said}
-        ids = tuple((7 if engine.wrong else 3) for _ in range(n))
-        return Stream(request.prompt_ids, ids, "", "length", int(sent * 1e9), arrivals, usage, error)
+        ids = tuple((7 if engine.wrong else 4 if engine.odd else 3) for _ in range(n))
+        finish = "stop" if engine.fails == "stops" else "length"
+        return Stream(request.prompt_ids, ids, "", finish, int(sent * 1e9), arrivals, usage, error)
 
 
 class Prompts:
@@ -153,7 +155,7 @@ class Prompts:
 
 
 class Oracle:
-    """Token 3 is right, all others are wrong."""
+    """Token 3 is right, 4 lies between the bands, all others are wrong."""
 
     def __init__(self, dead: bool = False) -> None:
         self.scored = 0
@@ -163,8 +165,8 @@ class Oracle:
         if self.dead:
             raise OracleError("gone")
         self.scored += len(streams)
-        ok = [set(s.token_ids) == {3} for s in streams]
-        return [Score(o, None if o else 0, 0.0 if o else 9.0, "equal" if o else "wrong") for o in ok]
+        bands = [{3: "equal", 4: "tolerance"}.get(s.token_ids[0], "wrong") for s in streams]
+        return [Score(b == "equal", None if b == "equal" else 0, 0.0 if b == "equal" else 9.0, b) for b in bands]
 
 
 def take(a: Engine, b: Engine, *, protocol=QUICK, stage=Stage.DECIDE, order="ab", oracle=None, device="cpu"):
@@ -240,6 +242,7 @@ def test_every_timed_stream_is_scored_once_after_both_arms():
         (Engine(fails="hang"), RejectReason.HANG),
         (Engine(fails="short"), RejectReason.TOKEN_ACCOUNTING),
         (Engine(fails="usage"), RejectReason.TOKEN_ACCOUNTING),
+        (Engine(fails="stops"), RejectReason.TOKEN_ACCOUNTING),
     ],
 )
 @pytest.mark.parametrize("order", ["ab", "ba"])
@@ -259,6 +262,13 @@ def test_wrong_tokens_of_the_incumbent_are_not_the_candidates_fault_even_if_both
     for b in (Engine(), Engine(wrong=True)):
         with pytest.raises(InfrastructureError, match="incumbent"):
             take(Engine(wrong=True), b)
+
+
+def test_tokens_between_the_bands_are_counted_where_only_the_candidate_gives_them():
+    pair, _, _ = take(Engine(), Engine(odd=True))
+    assert pair.facts["drift"]["tolerance"] == QUICK.cell.requests + sum(c.requests for c in QUICK.guard_cells)
+    both, _, _ = take(Engine(odd=True), Engine(odd=True))
+    assert both.facts["drift"] == {"reorder": 0, "tolerance": 0}
 
 
 def test_a_dead_oracle_is_nobodys_fault():
