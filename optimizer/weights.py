@@ -12,13 +12,16 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+LARGE_BYTES = 1 << 30  # above this random weights are written as one file a layer: all cores write, one layer can change
 _CHUNK = 8 << 20
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -32,9 +35,16 @@ _QK_NORM_MEAN, _LOGIT_STD = 1.8, 4.0
 def digest(model_dir: Path) -> str:
     """sha256 over names and contents of every file of a model directory."""
     total = hashlib.sha256()
-    for path in _files(model_dir):
-        total.update(f"{path.name}\0{file_sha256(path)}\n".encode())
+    paths = _files(model_dir)
+    for path, sha in zip(paths, _on_all_cores(file_sha256, paths), strict=True):
+        total.update(f"{path.name}\0{sha}\n".encode())
     return total.hexdigest()
+
+
+def _on_all_cores(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """Threads: hashing, drawing, rounding and writing all run outside the interpreter's lock."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(work, items))
 
 
 def file_sha256(path: Path) -> str:
@@ -87,18 +97,49 @@ def _rewrite(model_dir: Path, out: Path, seed: int, label: str, changed: Any) ->
         if path.suffix != ".safetensors":
             shutil.copy2(path, out / path.name)
     ends = eos_ids(model_dir)
-    for path in stored:
+
+    def one(path: Path) -> None:
         header = read_header(path)
         if any(changed(name) for name in header):
             _write_file(path, out / path.name, header, seed, changed, ends)
             shutil.copystat(path, out / path.name)
         else:
             _link(path, out / path.name)
+
+    _on_all_cores(one, stored)
     if not stored:
         config = json.loads((model_dir / "config.json").read_text())
-        _write_file(None, out / "model.safetensors", qwen3_header(config), seed, changed, ends)
+        _write_new(qwen3_header(config), out, seed, ends)
     stamp.write_text(wanted)
     return out
+
+
+def _write_new(header: dict[str, dict[str, Any]], out: Path, seed: int, ends: frozenset[int]) -> None:
+    """All tensors drawn: in one file, or for a large model in one for each layer and one for each of the rest."""
+    total = max(entry["data_offsets"][1] for entry in header.values())
+    groups: dict[str, list[str]] = {}
+    for name in header:
+        found = _LAYER.search(name)
+        groups.setdefault(found[0] if found else name, []).append(name)
+    if total <= LARGE_BYTES:
+        groups = {"all": list(header)}
+    files = {key: f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n, key in enumerate(groups, 1)}
+    files = {"all": SINGLE} if len(groups) == 1 else files
+
+    def one(key: str) -> None:
+        part, offset = {}, 0
+        for name in groups[key]:
+            start, end = header[name]["data_offsets"]
+            part[name] = header[name] | {"data_offsets": [offset, offset + end - start]}
+            offset += end - start
+        _write_file(None, out / files[key], part, seed, lambda name: True, ends)
+
+    size = {key: sum(header[n]["data_offsets"][1] - header[n]["data_offsets"][0] for n in names) for key, names in groups.items()}
+    _on_all_cores(one, sorted(groups, key=lambda key: -size[key]))  # the largest first
+    if len(groups) > 1:
+        where = {name: files[key] for key, names in groups.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (out / INDEX).write_text(json.dumps(index, indent=1))
 
 
 def eos_ids(model_dir: Path) -> frozenset[int]:
