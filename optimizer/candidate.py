@@ -37,6 +37,7 @@ class Candidate:
     series: Series
     incumbent: LaunchSpec
     members: tuple[Member, ...]
+    admitted: bool = False  # by a person, after it had been parked
 
     @property
     def end(self) -> Member:
@@ -90,7 +91,8 @@ def build(run: Run, do: Services, proposal: Proposal) -> Candidate:
         name = str(proposal.number) if at == len(proposal.series.patches) - 1 else f"{proposal.number}.{at + 1}"
         members.append(Member(patch, parent, commit, ast_hash(after), run.spec(commit, name, "candidate")))
         parent = commit
-    return Candidate(proposal.number, proposal.series, run.spec(start, incumbent_name(start), "incumbent"), tuple(members))
+    incumbent = run.spec(start, incumbent_name(start), "incumbent")
+    return Candidate(proposal.number, proposal.series, incumbent, tuple(members), proposal.admitted)
 
 
 def _words(patch: Patch) -> str:

@@ -121,6 +121,25 @@ def resume(
 
 
 @app.command()
+def admit(
+    run: str,
+    attempt: int,
+    reason: Annotated[str, typer.Option("--reason", help="why it may be judged")],
+    reviewer: Annotated[str | None, typer.Option("--reviewer", help="your name; the user's if left out")] = None,
+    runs: Runs = RUNS,
+) -> None:
+    """Let a parked patch be judged: `optimize resume` then tries it again."""
+    import getpass
+
+    from optimizer import admit as admitting
+    from optimizer.run import find, load
+
+    found = load(find(runs, run))
+    why = admitting.admit(found, attempt, reviewer or getpass.getuser(), reason)
+    console().print(f"attempt {attempt} was parked for: {why}\n`optimize resume {found.request.id}` judges it", markup=False)
+
+
+@app.command()
 def status(run: Which = None, runs: Runs = RUNS) -> None:
     """Show where a run stands; without an id also list all runs."""
     from optimizer import status as view
@@ -285,7 +304,7 @@ def _known(error: Exception) -> bool:
     names = {
         "Refused", "TargetError", "RunError", "LedgerBroken", "LedgerBusy", "NotApplied", "NothingToExport",
         "SealBroken", "Differs", "LaunchError", "SandboxError", "OracleError", "DiagnoseError", "WeightsChanged",
-        "BlueprintError", "ReviewError", "AiperfError",
+        "BlueprintError", "ReviewError", "ReplayError", "AiperfError",
     }  # fmt: skip
     return type(error).__name__ in names
 

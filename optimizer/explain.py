@@ -37,6 +37,8 @@ def explain(run: Run, do: Services, candidate: Candidate, result: StageResult, b
         capture = capture_tree(run, do, candidate.end.spec, candidate.end.commit, str(candidate.number), candidate.number)
         after = do.diagnose(capture, ())
     found = compare(candidate, before, after)
+    if candidate.admitted:
+        return found
     if found.activation:
         raise Stop(Verdict.PARKED, "trace", RejectReason.NOT_ACTIVATED, found.activation)
     if not found.row_shrank and not (found.traced_us and found.traced_us > 0):

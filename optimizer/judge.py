@@ -76,7 +76,7 @@ def _member_gates(run: Run, do: Services, candidate: Candidate, stage: str, at: 
         elif not result.passed:
             raise Stop(Verdict.REJECT, stage, result.reason or RejectReason.POLICY, f"{result.gate}: {result.detail}")
         pause_point(run)
-    if parked is not None:
+    if parked is not None and not candidate.admitted:
         raise Stop(Verdict.PARKED, stage, parked.reason or RejectReason.DRIFT, f"{parked.gate}: {parked.detail}")
     return seconds
 
@@ -102,9 +102,9 @@ def stage(run: Run, do: Services, candidate: Candidate, which: Stage) -> StageRe
         with failures(which):
             result, pairs = _decide(run, do, candidate, which, calibration)
         run.ledger.append(_KIND[which], candidate.number, {**plain(result), **_prediction(candidate, pairs)})
-    if result.parked:
+    if result.parked and not candidate.admitted:
         raise Stop(Verdict.PARKED, which, result.reason or RejectReason.PHYSICS, result.why)
-    if not result.passed:
+    if not result.passed and not result.parked:
         raise Stop(accept.verdict(result), which, result.reason, result.why)
     return result
 

@@ -94,7 +94,7 @@ class Loop:
         """Target reached, budget spent, nothing left that could pay; an open attempt is always ended first."""
         run, do = self.run, self.services
         lines = run.ledger.lines()
-        if state.open_attempt(lines) is not None:
+        if state.open_attempt(lines) is not None or state.waiting(lines) is not None:
             return None
         if canary_due(lines) and (why := run_canary(run, do)) is not None:
             return why

@@ -7,6 +7,7 @@ has. Not for: choosing a patch (proposers/), or applying it (candidate.py).
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from optimizer import state
 from optimizer.candidate import keys, patch_sha
@@ -22,8 +23,11 @@ def propose(run: Run, do: Services, diagnosis: Diagnosis) -> Proposal | NoPropos
     opened = state.open_attempt(lines)
     number = opened.number if opened else next_number(lines)
     place = run.attempt_dir(number) / "patch.json"
+    admits = state.waiting(lines) if opened is None else _admits(opened)
+    if admits is not None and not place.is_file():
+        write_json(place, _read(run.attempt_dir(admits) / "patch.json"))
     if place.is_file():
-        series = build(Series, json.loads(place.read_text("utf-8")))
+        series = _read(place)
     else:
         do.view.step(f"attempt {number}: ask the {run.request.agent} proposer")
         answer = do.propose(_question(run, do, diagnosis, number))
@@ -32,8 +36,16 @@ def propose(run: Run, do: Services, diagnosis: Diagnosis) -> Proposal | NoPropos
             return answer
         series = answer
         write_json(place, series)
-    _enter(run, do, number, series)
-    return Proposal(number, series)
+    _enter(run, do, number, series, admits)
+    return Proposal(number, series, admits is not None)
+
+
+def _read(place: Path) -> Series:
+    return build(Series, json.loads(place.read_text("utf-8")))
+
+
+def _admits(opened: state.Attempt) -> int | None:
+    return opened.data("proposed")[0].get("admits")
 
 
 def next_number(lines: list[dict]) -> int:
@@ -58,7 +70,7 @@ def _question(run: Run, do: Services, diagnosis: Diagnosis, number: int) -> Ques
     )
 
 
-def _enter(run: Run, do: Services, number: int, series: Series) -> None:
+def _enter(run: Run, do: Services, number: int, series: Series, admits: int | None) -> None:
     """Write the `proposed` lines that are not there yet."""
     lines = run.ledger.lines()
     there = [line for line in lines if line["kind"] == "proposed" and line["attempt"] == number]
@@ -81,5 +93,6 @@ def _enter(run: Run, do: Services, number: int, series: Series) -> None:
             "member": at,
             "of": len(series.patches),
             "token_us": state.token_us(lines),
+            "admits": admits,
         }
         run.ledger.append("proposed", number, data)

@@ -84,6 +84,7 @@ class Proposal:
 
     number: int
     series: Series
+    admitted: bool = False  # a person looked at it when it was parked: it is not parked again
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from optimizer import summary, weights
+from optimizer import state, summary, weights
 from optimizer.loop import Loop
 from optimizer.resume import reopen
 from optimizer.run import Limits, Run, RunError
@@ -75,7 +75,8 @@ def take_up(run: Run, limits: Limits, console: Console) -> int:
 
     lines = run.ledger.lines()
     want = run.request
-    if lines and lines[-1]["kind"] == "finished" and limits == Limits():
+    ended = any(line["kind"] == "finished" for line in lines[-1:]) and state.waiting(lines) is None
+    if ended and limits == Limits():
         raise RunError(f"run {want.id} has finished; give --attempts or --budget-minutes to go on with it")
     seal.verify()
     if seal.digest() != want.gates_digest:

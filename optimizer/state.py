@@ -69,6 +69,22 @@ def open_attempt(lines: Iterable[Line]) -> Attempt | None:
     return next((a for a in attempts(lines) if a.end is None), None)
 
 
+def admitted(attempt: Attempt) -> bool:
+    """Whether a person admitted this patch after an earlier attempt had been parked."""
+    return any(data.get("admits") is not None for data in attempt.data("proposed"))
+
+
+def waiting(lines: Iterable[Line]) -> int | None:
+    """The parked attempt that a person admitted and that has not been tried again yet."""
+    asked, tried = [], set()
+    for line in lines:
+        if line["kind"] == "reviewed" and line["data"].get("decision") == "admit":
+            asked.append(line["attempt"])
+        elif line["kind"] == "proposed":
+            tried.add(line["data"].get("admits"))
+    return next((number for number in asked if number not in tried), None)
+
+
 def incumbent(lines: Iterable[Line], base: str) -> str:
     """Commit of the last accepted patch, or the snapshot."""
     found = base

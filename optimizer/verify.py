@@ -93,10 +93,12 @@ def _stages(attempt: state.Attempt) -> list[str]:
         for at in range(members):
             if not attempt.gates_passed(stage, at):
                 problems.append(f"{stage} gates of patch {at + 1} are not in the ledger")
-    failed = [g["gate"] for g in attempt.data("gate") if not g["passed"]]
+    looked = state.admitted(attempt)  # a person admitted what was parked
+    failed = [g["gate"] for g in attempt.data("gate") if not g["passed"] and not (looked and g.get("parked"))]
     problems += [f"gate {name} did not pass" for name in failed]
     for kind in ("screened", "decided", "confirmed"):
-        if not any(d["passed"] for d in attempt.data(kind) if d.get("member") is None):
+        ends = [d for d in attempt.data(kind) if d.get("member") is None]
+        if not any(d["passed"] or (looked and d.get("parked")) for d in ends):
             problems.append(f"not {kind}")
     return problems
 

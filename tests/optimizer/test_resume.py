@@ -12,10 +12,11 @@ import pytest
 from loop_fakes import Fakes, new_run
 
 from optimizer import state
+from optimizer.admit import admit
 from optimizer.ledger import Ledger
 from optimizer.loop import Loop
 from optimizer.resume import reopen
-from optimizer.run import Run, load
+from optimizer.run import Run, RunError, load
 
 SCRIPT = [fake.WIN, fake.NO_OP, fake.one(fake.speed(500, was=700))]
 ENDS = ("accepted", "rejected", "undecided", "parked")
@@ -199,3 +200,24 @@ def test_a_run_goes_on_although_the_users_folder_changed_or_vanished(tmp_path):
     run.ledger.close()
     shutil.rmtree(engine)
     assert [kind for kind, *_ in story(resumed(run.dir))][::2] == ["accepted", "accepted"]
+
+
+def test_a_parked_patch_that_a_person_admits_is_judged_when_the_run_is_resumed(tmp_path):
+    place = tmp_path / "run"
+    run = new_run(place)
+    Loop(Fakes(run, [fake.WIN], lying_trace=True).services(), run).go()
+    assert story(run)[0][:3] == ("parked", 1, "not_activated")
+    with pytest.raises(RunError, match="not parked; parked: 1"):
+        admit(run, 2, "me", "why not")
+    assert "shrank" in admit(run, 1, "me", "the profiler hides it; read the code")
+    with pytest.raises(RunError, match="admitted already"):
+        admit(run, 1, "me", "again")
+    run.ledger.close()
+    again = load(place)
+    reopen(again, {"hash": "env"})
+    Loop(Fakes(again, [fake.WIN], lying_trace=True).services(), again).go()
+    assert [row[:2] for row in story(again)] == [("parked", 1), ("accepted", 2)]
+    proposed = [x["data"] for x in again.ledger.lines() if x["kind"] == "proposed"]
+    assert [p["admits"] for p in proposed] == [None, 1]
+    pairs = [x["data"]["stage"] for x in again.ledger.lines() if x["kind"] == "pair" and x["attempt"] == 2]
+    assert pairs == [], "the same program against the same incumbent takes no new pairs"
