@@ -207,6 +207,7 @@ class _Link:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env=env | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+            process_group=0,  # Ctrl-C is for the loop, which ends after its present step
         )
 
     def ask_later(self, ask: str, model_dir: Path) -> None:
