@@ -35,7 +35,8 @@ def load_safetensors(model: Qwen3ForCausalLM, model_dir: Path) -> None:
     for name in wanted:
         by_file.setdefault(files[name], []).append(name)
     for path, names in by_file.items():
-        with safe_open(str(path), framework="pt") as handle:
+        device = str(wanted[names[0]][0].device)  # slices go straight there
+        with safe_open(str(path), framework="pt", device=device) as handle:
             for name in names:
                 parameter, shard = wanted[name]
                 source = handle.get_slice(name)

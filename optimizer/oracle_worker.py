@@ -9,6 +9,7 @@ Not for: verdicts; it returns numbers, `oracle.py` turns them into bands.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -40,8 +41,15 @@ class Worker:
 
         while len(self.models) >= keep:
             self.models.pop(next(iter(self.models)))
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=self.dtype, local_files_only=True)
-        self.models[model_dir] = model.to(self.device).eval()  # pyright: ignore[reportArgumentType]
+        if self.device.type == "cpu":
+            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=self.dtype, local_files_only=True)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype="auto", local_files_only=True, device_map=self.device
+            )
+            if self.dtype == torch.float32:
+                widen(model)
+        self.models[model_dir] = model.eval()
         return self.models[model_dir]
 
     def rows(self, model: Any, prompts: list[list[int]], outputs: list[list[int]]):
@@ -143,7 +151,7 @@ class Worker:
 
     def machine(self, model: Any, bytes_read: int, **_: Any) -> dict[str, Any]:
         """What one rank of this machine can do at best: `bytes_s` (reading `bytes_read` over and over), `flops_s`."""
-        kind = self.dtype if self.device.type == "cuda" else torch.float32
+        kind = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         data = torch.ones(max(1, bytes_read // kind.itemsize), dtype=kind, device=self.device)
         square = torch.ones(
             (1024, 1024) if self.device.type == "cpu" else (8192, 8192), dtype=kind, device=self.device
@@ -163,8 +171,29 @@ class Worker:
         return min(times)
 
 
+def widen(model: Any) -> None:
+    """Compute in float32 on weights that stay in 16 bits: each use widens its weight for the moment.
+
+    Exact, and half the memory: three models of a run fit beside the candidate. Other parameters (norms) are small and
+    become float32 themselves.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            module.forward = functools.partial(_wide_forward, module)
+        else:
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.float()
+
+
+def _wide_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(module, torch.nn.Embedding):
+        return torch.nn.functional.embedding(x, module.weight).float()
+    bias = None if module.bias is None else module.bias.float()
+    return torch.nn.functional.linear(x.float(), module.weight.float(), bias)
+
+
 def choose(model_dir: str, device: str, dtype: str) -> str:
-    """float32 where it fits beside the candidate (a third of the free memory of a GPU), else bfloat16."""
+    """float32 where its weights, kept as stored, fit beside the candidate (a third of a GPU's free memory), else bfloat16."""
     if dtype != "auto":
         return dtype
     if device == "cpu":
@@ -172,7 +201,7 @@ def choose(model_dir: str, device: str, dtype: str) -> str:
     with os.scandir(model_dir) as entries:
         stored = sum(e.stat().st_size for e in entries if e.name.endswith(".safetensors"))
     free, _ = torch.cuda.mem_get_info()
-    return "float32" if 2 * stored < free / 3 else "bfloat16"
+    return "float32" if stored < free / 3 else "bfloat16"
 
 
 def serve(source: Any, sink: Any) -> None:

@@ -91,6 +91,7 @@ class Request:
     environment: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of the proposer
     accept_numeric_drift: bool = False
+    engine_args: tuple[str, ...] = ()  # appended to the target's command in every arm
     schema: int = SCHEMA
 
 
@@ -122,6 +123,7 @@ class Run:
             devices=want.devices,
             sandbox=want.sandbox,
             label=label,
+            extra_args=want.engine_args,
         )
 
     def attempt_dir(self, number: int) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Options:
     run_dir: Path | None = None
     runs: Path = Path("runs")
     trust_skills: tuple[Path, ...] = ()
+    engine_args: str = ""  # for every arm: such as a fixed size of the KV cache, so that memory can be compared
     agent_options: tuple[str, ...] = ()  # KEY=VALUE
 
 
@@ -106,6 +108,7 @@ def prepare(options: Options) -> Run:
         environment=environment,
         options=_agent_options(options),
         accept_numeric_drift=options.accept_numeric_drift,
+        engine_args=tuple(shlex.split(options.engine_args)),
     )
     try:
         return run.create(options.runs, request, target, place)

@@ -45,6 +45,8 @@ _CUDA = {
     "poisson": Cell("poisson", 256, 32, concurrency=0, requests=24, arrivals_per_s=8.0),
 }
 CELLS: dict[str, dict[str, Cell]] = {"cpu": _CPU, "cuda": _CUDA}
+# The quick protocol on a GPU: an engine before its first patch needs 80 ms a step, and a lease is counted in minutes.
+_SHORT = {"decode": Cell("decode", 128, 25, requests=2)}
 MIXED_SHARES = (0.25, 0.5, 1.0)  # prompt lengths of a `mixed` cell, in turn, as shares of prompt_tokens
 _QUICK_GUARDS = ("batch4",)
 _FULL_GUARDS = tuple(name for name in _CPU if name != "decode")
@@ -94,8 +96,9 @@ def protocol_for(base: Protocol, target: str = "tok/s", device: str = "cpu") -> 
     """
     if device not in CELLS:
         raise ValueError(f"no traffic cells for device {device!r}; valid: {', '.join(CELLS)}")
-    cells = CELLS[device]
-    steps = base.warmup_steps if device == "cpu" else 64
+    quick = base.name == "quick"
+    cells = CELLS[device] | (_SHORT if quick and device == "cuda" else {})
+    steps = base.warmup_steps if device == "cpu" or quick else 64
     scaled = tuple(cells.get(c.name, c) for c in base.guard_cells)
     protocol = replace(base, cell=cells.get(base.cell.name, base.cell), guard_cells=scaled, warmup_steps=steps)
     cell, metric = _asked_for(target, cells)
