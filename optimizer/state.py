@@ -167,6 +167,8 @@ def wall_s(lines: Sequence[Line]) -> float:
     total = 0.0
     start = last = None
     for line in lines:
+        if line["data"].get("discarded") == "interrupted":
+            continue  # entered by the process that found it: the time between was nobody's
         at = datetime.fromisoformat(line["t_utc"])
         if line["kind"] in ("run_started", "resumed"):
             total += (last - start).total_seconds() if start and last else 0.0

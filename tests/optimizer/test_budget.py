@@ -94,3 +94,20 @@ def test_wall_time_of_earlier_processes_counts(tmp_path):
     services.budget.earlier_s = 580.0
     why = Loop(services, run).go()
     assert "an attempt takes" in why and count(run, "proposed") == 0
+
+
+def test_time_in_which_no_process_worked_is_not_spent():
+    from optimizer.state import wall_s
+
+    def line(kind: str, minute: int, **data):
+        return {"kind": kind, "t_utc": f"2026-01-01T00:{minute:02d}:00.000+00:00", "data": data}
+
+    lines = [
+        line("run_started", 0),
+        line("pair", 2),
+        line("pair", 30, discarded="interrupted"),
+        line("resumed", 30),
+        line("pair", 33),
+        line("resumed", 50),
+    ]
+    assert wall_s(lines) == (2 + 3) * 60
