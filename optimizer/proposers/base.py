@@ -5,7 +5,7 @@ Not for: deciding which patch is tried (each proposer does), or reading the ledg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -61,6 +61,8 @@ class ProposeContext:
     incumbent: str | None = None  # commit
     exchanges: Path | None = None  # where recorded conversations go
     attempt: int | None = None
+    try_out: Callable[[Mapping[str, str]], str | None] | None = None  # start these sources briefly: what went wrong
+    stopped: Callable[[], bool] | None = None  # whether the user asked the run to stop
 
 
 @dataclass(frozen=True, slots=True)

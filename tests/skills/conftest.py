@@ -12,18 +12,6 @@ import pytest
 from optimizer.proposers import skillbook
 from optimizer.proposers.skillbook import Rewrite, Skill
 
-ON_CPU = (
-    "custom-all-reduce",
-    "inference-mode",
-    "static-decode-metadata",
-    "merge-projections",
-    "preallocate-decode-buffers",
-    "remove-host-reads",
-    "device-side-sampling",
-    "batch-host-copies",
-    "direct-kv-write",
-)
-
 
 @pytest.fixture(scope="session")
 def skills() -> dict[str, Skill]:

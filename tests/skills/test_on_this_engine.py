@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from cpu_skills import ON_CPU
 
 from optimizer.patching import apply_edits, changed_lines, edits_from
 from optimizer.proposers.base import MAX_FILES, MAX_LINES
-
-from .conftest import ON_CPU
 
 
 @pytest.mark.parametrize("name", ON_CPU)
