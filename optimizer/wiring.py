@@ -27,6 +27,7 @@ class WeightsChanged(Exception):
 @contextmanager
 def real(run: Run, view: View) -> Iterator[Services]:
     """Services of a run; the oracle's process lives as long as this is open."""
+    from optimizer import bands
     from optimizer.measure import PROTOCOLS, protocol_for
     from optimizer.oracle import Oracle
     from optimizer.patching import apply_edits
@@ -45,6 +46,7 @@ def real(run: Run, view: View) -> Iterator[Services]:
     prompts = PromptSource(bytes.fromhex(want.prompt_key), want.model_dir)
     oracle = Oracle(want.model_dir, want.device, engine_dtype=want.dtype)
     with oracle:
+        bands.settle(run, oracle, prompts, protocol, view)
         made = _Real(run, view, protocol, prompts, oracle)
         yield Services(
             protocol=protocol,
@@ -111,6 +113,7 @@ class _Real:
     def propose(self, question: Question) -> Series | NoProposal:
         from optimizer.proposers import Budget as ProposerBudget
         from optimizer.proposers import Declined, ProposeContext, get
+        from optimizer.tryout import try_out
 
         want = self.run.request
         self._proposer = self._proposer or get(want.agent, **want.options)
@@ -128,6 +131,8 @@ class _Real:
             incumbent=question.incumbent,
             exchanges=self.run.dir / "exchanges",
             attempt=question.attempt,
+            try_out=lambda sources: try_out(self.run, sources),
+            stopped=lambda: self.run.stop_requested,
         )
         answer = self._proposer.propose(context)
         return NoProposal(str(answer), answer.final, answer.usd) if isinstance(answer, Declined) else answer
