@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -171,7 +172,7 @@ def report(
     from optimizer import localweb, report_web
 
     keys = localweb.Keys()
-    _serve(report_web.app(place, keys), keys, port)
+    localweb.serve(report_web.app(place, keys), keys, port, partial(console().print, markup=False, highlight=False, soft_wrap=True))
 
 
 @app.command()
@@ -260,15 +261,6 @@ def seal(reason: Annotated[str, typer.Option("--reason", help="why the gates wer
 
     number = sealing.write(reason)
     console().print(f"gates version {number}, digest {sealing.digest()}")
-
-
-def _serve(page: Any, keys: Any, port: int) -> None:
-    """Show a page until Ctrl-C."""
-    from optimizer import localweb
-
-    listener = localweb.bind(port)
-    console().print(f"open {localweb.link(listener, keys)} (Ctrl-C ends it)", markup=False, highlight=False, soft_wrap=True)
-    localweb.run(page, listener)
 
 
 app.add_typer(review_cli.review_app, name="review")

@@ -125,6 +125,16 @@ def read_form(body: bytes, keys: Keys) -> dict[str, str]:
     return values
 
 
+async def body(request: Any) -> bytes:
+    """At most one byte more than a form may have, so that nobody fills the memory."""
+    found = b""
+    async for chunk in request.stream():
+        found += chunk
+        if len(found) > FORM_CAP_BYTES:
+            break
+    return found
+
+
 def bind(port: int = 0) -> socket.socket:
     """A listening socket on 127.0.0.1; port 0 takes a free one. Raises OSError when the port is taken."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -143,10 +153,12 @@ def link(listener: socket.socket, keys: Keys, path: str = "/") -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}{path}?token={keys.token}"
 
 
-def run(app: App, listener: socket.socket) -> None:
-    """Serve until Ctrl-C."""
+def serve(app: App, keys: Keys, port: int, say: Callable[[str], object]) -> None:
+    """Say where the page is, then serve it until Ctrl-C."""
     import uvicorn
 
+    listener = bind(port)
+    say(f"open {link(listener, keys)} (Ctrl-C ends it)")
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
     uvicorn.Server(config).run(sockets=[listener])
 

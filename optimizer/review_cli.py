@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,9 +29,23 @@ def _console() -> Console:
 
 
 @review_app.callback(invoke_without_command=True)
-def listing(context: typer.Context, runs: Runs = RUNS, blueprint: Folder = BLUEPRINT) -> None:
+def listing(
+    context: typer.Context,
+    web: Annotated[bool, typer.Option("--web", help="pages on 127.0.0.1 instead of the terminal")] = False,
+    port: Annotated[int, typer.Option("--port", help="of --web; any free one if left out")] = 0,
+    reviewer: Reviewer = None,
+    runs: Runs = RUNS,
+    blueprint: Folder = BLUEPRINT,
+) -> None:
     """List what waits: knowledge entries, and patches that were parked."""
     if context.invoked_subcommand is not None:
+        return
+    if web:
+        from . import localweb, review_web
+
+        keys = localweb.Keys()
+        pages = review_web.app(runs, keys, blueprint, reviewer)
+        localweb.serve(pages, keys, port, partial(_console().print, markup=False, highlight=False, soft_wrap=True))
         return
     from . import review
 

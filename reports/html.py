@@ -44,9 +44,10 @@ def _diff(edit: dict[str, str]) -> Markup:
     return Markup("\n").join(out)
 
 
-def _environment() -> jinja2.Environment:
+def environment(*folders: Path) -> jinja2.Environment:
+    """Our templates, those of more folders before them, and the filters of both."""
     env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        loader=jinja2.FileSystemLoader([*folders, _TEMPLATES]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -64,9 +65,13 @@ def _environment() -> jinja2.Environment:
     return env
 
 
+def style() -> str:
+    """The style sheet of every page."""
+    return (_TEMPLATES / "style.css").read_text("utf-8")
+
+
 def _page(template: str, **values: Any) -> bytes:
-    css = Markup((_TEMPLATES / "style.css").read_text("utf-8"))
-    text = _environment().get_template(template).render(css=css, **values)
+    text = environment().get_template(template).render(css=Markup(style()), **values)
     # A lone surrogate (a name that was not UTF-8) must not stop a report.
     return text.encode("utf-8", "replace")
 

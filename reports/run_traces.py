@@ -73,6 +73,17 @@ def _stated(run: Run, folder: Path) -> tuple[dict[str, Any], float | None]:
     return stated, float(control) if isinstance(control, int | float) else None
 
 
+def analysis(run: Run, folder: Path, label: str) -> Analysis:
+    """One engine's traces of the run. Raises TraceError, ValueError (no steps) or OSError; FileNotFoundError without files."""
+    from trace_diff import api
+
+    files = sorted(folder.glob("*.json")) + sorted(folder.glob("*.json.gz"))
+    if not files:
+        raise FileNotFoundError("no trace files")
+    stated, control = _stated(run, folder)
+    return api.analyse(api.load(_as_paths(files), label), **stated).with_control(control)
+
+
 def load(run: Run) -> RunTraces:
     """Analyse what is there; every failure is a note that names the folder."""
     folders = _folders(run)
@@ -83,14 +94,8 @@ def load(run: Run) -> RunTraces:
 
     analyses, notes = [], []
     for label, folder in folders:
-        files = sorted(folder.glob("*.json")) + sorted(folder.glob("*.json.gz"))
         try:
-            if not files:
-                notes.append(f"traces/{folder.name}: no trace files")
-                continue
-            stated, control = _stated(run, folder)
-            found = api.analyse(api.load(_as_paths(files), label), **stated)
-            analyses.append(found.with_control(control))
+            analyses.append(analysis(run, folder, label))
         except (TraceError, ValueError, OSError) as error:
             notes.append(f"traces/{folder.name}: {error}")
     if not analyses:
