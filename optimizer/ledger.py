@@ -24,7 +24,7 @@ KINDS = frozenset(
     (
         *("run_started", "resumed", "captured", "calibrated", "proposed", "gate", "pair", "screened", "decided"),
         *("confirmed", "accepted", "rejected", "undecided", "parked", "knowledge_proposed", "reviewed", "budget"),
-        "finished",
+        *("finished", "bands"),
     )
 )
 # What every line of a kind must say; more is welcome.

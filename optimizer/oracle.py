@@ -36,10 +36,15 @@ class OracleError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Bands:
-    """Upper ends, in logits. `reorder` counts as equal; up to `tolerance` a person decides; above is wrong."""
+    """Upper ends, in logits. `reorder` counts as equal; up to `tolerance` a person decides; above is wrong.
+
+    kl: largest mean divergence of a 16-bit server's log-probabilities (bf16 measures 7e-4 on the tiny model, the
+    mildest fault 6e-3; a deep model in bf16 needs more, see `bands.py`).
+    """
 
     reorder: float
     tolerance: float
+    kl: float = 2e-3
 
     def name(self, gap: float) -> str:
         if gap <= 0:
@@ -54,10 +59,11 @@ class Bands:
 BANDS = {"float32": Bands(1e-3, 1e-2), "float16": Bands(0.1, 0.2), "bfloat16": Bands(0.5, 1.0)}
 
 
-def calibrated(benign_gaps: Sequence[float], floor: Bands) -> Bands:
-    """Bands from the largest gaps of variants known to be benign: twice the largest, never below `floor`."""
+def calibrated(benign_gaps: Sequence[float], floor: Bands, kl: float = 0.0) -> Bands:
+    """Bands from what variants known to be benign show: twice the largest gap, three times the divergence `kl`; never
+    below `floor`."""
     reorder = max(floor.reorder, 2.0 * max(benign_gaps, default=0.0))
-    return Bands(reorder, max(floor.tolerance, 2.0 * reorder))
+    return Bands(reorder, max(floor.tolerance, 2.0 * reorder), max(floor.kl, 3.0 * kl))
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ def widen(model: Any) -> None:
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-            module.forward = functools.partial(_wide_forward, module)
+            module.forward = functools.partial(_wide_forward, module)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.float()

@@ -4,14 +4,19 @@ Signature: products of a decode step with recorded shapes, on a device whose rea
 step <= sum over products of (time - bytes / bandwidth), replayed. Bandwidth is the measured read bandwidth of
 the device class (table below), or what the best product of this very trace reached, if that is more. Products
 of more than 128 rows are not judged: there arithmetic sets the pace.
+
+Inside a CUDA graph no shapes are recorded. Where the engine wrote its model's dimensions into the trace, the weights
+of all products together are the bytes, and the gap is theirs as a whole.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
 from trace_diff.layers import PRODUCT
-from trace_diff.products import Finder
+from trace_diff.products import DTYPE_BYTES, Finder
 from trace_diff.whatif import Edit
 
 RULE = "roofline-gap"
@@ -43,7 +48,7 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
             return NotFound(f"products of {p.rows} rows are not bound by memory")
         sized.append((a.first, a.last, p.bytes, float(seq.dur_ns[a.first : a.last + 1].sum())))
     if not sized or missing > 0.1 * len(sized):
-        return CouldNotLook(("operator shapes (record_shapes=True)",))
+        return _as_a_whole(context) or CouldNotLook(("operator shapes (record_shapes=True)",))
     best = max(b / t for _, _, b, t in sized if t > 0)
     table = READ_BYTES_PER_NS.get(context.analysis.cell.device or "", 0.0)
     bandwidth = max(best, table)
@@ -75,3 +80,47 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         skills=SKILLS,
         inferred=table < best,
     )
+
+
+def _as_a_whole(context: Context) -> Draft | NotFound | None:
+    """All products of the step against all weights of the model; None without dimensions or a known bandwidth."""
+    seq, told = context.analysis.sequence, context.trace.meta.get("engine")
+    bandwidth = READ_BYTES_PER_NS.get(context.analysis.cell.device or "", 0.0)
+    size = weight_bytes(told) if isinstance(told, dict) else None
+    if seq is None or size is None or not bandwidth or (context.analysis.cell.tokens or 0) > MOST_ROWS:
+        return None
+    items = [i for i, cls in enumerate(seq.classes) if cls in ("gemm", "gemv")]
+    time, floor = float(sum(seq.dur_ns[i] for i in items)), size / bandwidth
+    row = {
+        "what": "products of a step, as a whole",
+        "count": len(items),
+        "us": round(time / 1000, 1),
+        "byte_bound_us": round(floor / 1000, 1),
+        "bytes": size,
+        "bandwidth_TBs": round(bandwidth / 1000, 3),
+        "bandwidth_from": "measured for the device class",
+    }
+    if time - floor < LEAST_SHARE * time:
+        return NotFound("products run at the memory bandwidth", (row,))
+    share = floor / time
+    return Draft(
+        title=f"Products take {time / 1000:.0f} us a step, their weights need {floor / 1000:.0f} us",
+        formula=FORMULA,
+        basis=Basis.DEVICE,
+        edit=Edit(device={int(seq.rows[i]): float(seq.dur_ns[i]) * share for i in items}),
+        evidence=(row,),
+        skills=SKILLS,
+        notes=("shapes are hidden in a graph: bytes of the model's weights, from the engine's own description",),
+        inferred=True,
+    )
+
+
+def weight_bytes(told: dict[str, Any]) -> int | None:
+    """Bytes of the weights that one rank's products of a decode step read, by the dimensions an engine states."""
+    model, width = told.get("model"), DTYPE_BYTES.get(str(told.get("dtype")).lower())
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    if not isinstance(model, dict) or width is None or not all(isinstance(model.get(n), int) for n in names):
+        return None
+    hidden, inner, layers, heads, kv_heads, head, vocabulary = (model[n] for n in names)
+    layer = hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+    return width * (layers * layer + vocabulary * hidden) // int(told.get("tp") or 1)
