@@ -15,6 +15,7 @@ from optimizer.run import Limits
 from optimizer.types import Protocol
 
 HEADLINE_S = 90.0  # set aside for the headline, but never more than a quarter of the budget
+REPORT_S = 15.0  # the report is written after the last pair, within the budget too
 # Before any gate has been timed: launches of the gates, in pairs (a pair is two launches).
 UNTIMED_GATES_PAIRS = 5
 
@@ -132,5 +133,5 @@ class Budget:
 def headline_pairs(budget: Budget, done: int) -> bool:
     """Whether another headline pair is wanted and fits in what was set aside for them."""
     planned = budget.protocol.headline_pairs
-    return done < planned and budget.fits(budget.pair_s(), reserve=False)
+    return done < planned and budget.fits(budget.pair_s() + min(REPORT_S, budget.reserve_s() / 2), reserve=False)
 
