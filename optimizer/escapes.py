@@ -197,7 +197,7 @@ def _probe(
     work = folder / secrets.token_hex(4)
     for name in ("io/traces", "tmp", "tree", "weights"):
         (work / name).mkdir(parents=True)
-    limits = replace(default_limits(), file_bytes=64 << 20)
+    limits = replace(default_limits(_spec(work, level)), file_bytes=64 << 20)
     if extra.get("bomb"):
         limits = replace(limits, pids=64)
     if extra.get("hog"):

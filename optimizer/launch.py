@@ -69,6 +69,12 @@ class Server:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    def over_limit(self) -> str | None:
+        """Which limit the engine ran into, if any."""
+        if self.killed_for is None and self.oom_kills():
+            return f"more memory than its limit of {self.limits.memory_bytes >> 20} MiB"
+        return self.killed_for
+
     def oom_kills(self) -> int:
         """Processes that the kernel ended because the memory limit was reached; 0 where no control group counts."""
         return 0 if self._group is None else self._group.oom_kills()
@@ -169,7 +175,9 @@ class Server:
             if self.client.health(timeout_s=2.0):
                 break
             if not self.alive():
-                why = self.killed_for or f"exit status {self._process.returncode if self._process else None}"
+                why = (
+                    self.over_limit() or f"exit status {self._process.returncode if self._process else None}"
+                )
                 raise LaunchError(
                     RejectReason.BOOT,
                     f"{self.spec.label} ended before it was healthy ({why})\n{self.log_tail()}",
@@ -252,7 +260,7 @@ def launch(
         _SWEPT.set()
         sweep()
     work = Path(tempfile.mkdtemp(prefix=f"hotloop-{os.getpid()}-{next(_COUNTER)}-"))
-    server = Server(spec, level, work, limits or default_limits())
+    server = Server(spec, level, work, limits or default_limits(spec))
     try:
         for folder in (server.io, server.trace_dir, work / "tmp"):
             folder.mkdir(mode=0o700)
@@ -271,10 +279,16 @@ def launch(
         server.close(log_to)
 
 
-def default_limits() -> Limits:
-    """Three quarters of this machine's memory for one candidate; the other limits as `Limits` has them."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Limits(memory_bytes=total * 3 // 4, shm_bytes=total // 4, tmp_bytes=total // 4)
+def default_limits(spec: LaunchSpec) -> Limits:
+    """Limits of one candidate: at most three quarters of this machine's memory.
+
+    On a CPU less: 2 GiB a rank for interpreter, libraries and cache, and eight times the weights.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4
+    if spec.device == "cpu":
+        stored = sum(path.stat().st_size for path in spec.model_dir.glob("*.safetensors"))
+        total = min(total, (2 * spec.tp << 30) + 8 * stored)
+    return Limits(memory_bytes=total, shm_bytes=total // 2, tmp_bytes=total // 2)
 
 
 def sweep() -> None:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from optimizer.gates import GateContext
@@ -21,6 +22,7 @@ from optimizer.targets import PROTOCOLS
 from optimizer.types import LaunchSpec, Target
 
 REPO = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 60.0
 MODEL = REPO / "engine" / "tiny_qwen3"
 
 
@@ -31,7 +33,7 @@ class Arena:
         self, target_dir: Path = REPO / "engine", model_dir: Path = MODEL, python: Path = Path(sys.executable)
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hotloop-redteam-"))
-        self.target: Target = load_target(target_dir)
+        self.target: Target = replace(load_target(target_dir), start_timeout_s=START_TIMEOUT_S)
         self.model_dir, self.python = model_dir, python
         self.repo = RunRepo(self.folder / "repo.git", self.folder / "trees")
         self.base = self.repo.create(self.target).commit

@@ -262,7 +262,7 @@ CHEATS: tuple[Case, ...] = (
     cheat(
         "R73", "fork bomb at start", "G04 G02 G05",
         append("serve", "import multiprocessing\n\n_plain = serve\n\n\ndef serve(options):\n    context = multiprocessing.get_context(\"fork\")\n"
-               "    while True:\n        context.Process(target=signal.pause).start()"),
+               "    while True:\n        context.Process(target=multiprocessing.Event().wait).start()"),
     ),
     cheat(
         "R73b", "memory hog while serving", "G04 G19",

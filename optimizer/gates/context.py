@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ class Lab:
             tp=setup.tp,
             model_dir=self.model_dir(setup.weights),
             probes=setup.probes,
-            extra_args=extra if setup.small_cache else (),
+            extra_args=(*arm.extra_args, *(extra if setup.small_cache else ())),
             label=setup.arm,
         )
 
@@ -146,8 +145,13 @@ class Failed(Exception):
 
 def broken(server: Server, error: str) -> Failed:
     """What a failed stream means: a deadline, a dead engine, or a broken protocol."""
-    if server.killed_for is not None:
-        return Failed(RejectReason.RESOURCES, server.killed_for)
+    deadline = time.monotonic() + (1.0 if "ended" in error or "receive" in error else 0.0)
+    while (
+        server.alive() and time.monotonic() < deadline
+    ):  # a stream that breaks off may be an engine that is dying
+        time.sleep(0.02)
+    if reason := server.over_limit():
+        return Failed(RejectReason.RESOURCES, reason, "G04")
     if not server.alive():
         return Failed(RejectReason.CRASH, f"the engine ended: {server.log_tail(6)}")
     if "not finished" in error:
@@ -155,16 +159,6 @@ def broken(server: Server, error: str) -> Failed:
     if error.startswith(("HTTP", "receive", "send", "no answer")):
         return Failed(RejectReason.CRASH, error)
     return Failed(RejectReason.TOKEN_ACCOUNTING, f"the stream breaks the protocol: {error}", "G11")
-
-
-@contextlib.contextmanager
-def stopwatch() -> Iterator[list[float]]:
-    began = time.perf_counter()
-    out = [0.0]
-    try:
-        yield out
-    finally:
-        out[0] = time.perf_counter() - began
 
 
 def passed(gate: str, check: str, detail: str = "", /, **facts: Any) -> GateResult:

@@ -54,7 +54,24 @@ LONG_TEXT, LONG_BYTES, MANY_NUMBERS, STORED_NUMBERS = 240, 64, 24, 16
 # Places of the machine that an engine reaches through its arguments or not at all.
 _PLACES = tuple(
     f"/{name}"
-    for name in ["proc", "sys", "etc", "usr", "root", "home", "work", "opt", "var", "mnt", "weights", "io", "candidate", "bin", "lib", "boot"]
+    for name in [
+        "proc",
+        "sys",
+        "etc",
+        "usr",
+        "root",
+        "home",
+        "work",
+        "opt",
+        "var",
+        "mnt",
+        "weights",
+        "io",
+        "candidate",
+        "bin",
+        "lib",
+        "boot",
+    ]
 )
 
 
@@ -246,7 +263,8 @@ class _Visitor(ast.NodeVisitor):
             self.add(node, ASK, "long literal", f"a number of {value.bit_length()} bits")
 
     def _numbers(self, node: ast.AST, items: Iterable[ast.AST | None]) -> None:
-        numbers = [i.value for i in items if isinstance(i, ast.Constant) and type(i.value) in (int, float)]
+        constants = [i.value for i in items if isinstance(i, ast.Constant)]
+        numbers = [v for v in constants if isinstance(v, int | float) and not isinstance(v, bool)]
         whole = all(type(n) is int for n in numbers)
         if len(numbers) >= STORED_NUMBERS and whole and sorted(numbers) not in (numbers, numbers[::-1]):
             self.add(

@@ -97,13 +97,24 @@ def _seeds(lab: Lab, server: Server, prompt: tuple[int, ...], temperature: float
     seeds = lab.ctx.prompts.integers(f"gate/{lab.ctx.candidate_commit}/seeds", 12, 2**31)
     requests = [Request(prompt, 10, temperature=temperature, seed=s) for s in seeds]
     together = ask(server, requests)
-    alone = ask(server, requests[:1])[0]
-    if alone.token_ids != together[0].token_ids:
-        raise _fail("the same seed gives other tokens alone than in a batch")
+    alone = [ask(server, [request])[0] for request in requests[:4]]
+    pairs = [(a, b) for a, b in zip(alone, together, strict=False) if a.token_ids != b.token_ids]
+    unexplained = sum(not _near_tie(lab, a, b) for a, b in pairs)
+    if unexplained > 1:  # one may be a draw that fell on the border between two tokens
+        raise _fail(f"{unexplained} of {len(alone)} seeds give other tokens alone than in a batch")
     different = len({s.token_ids for s in together})
     if different < 6:
         raise _fail(f"{len(seeds)} different seeds gave {different} different outputs")
     return {"different_seeds": different}
+
+
+def _near_tie(lab: Lab, alone: Stream, batch: Stream) -> bool:
+    """Whether the first difference is one of two tokens whose order another order of summation may turn."""
+    at = next(i for i, (a, b) in enumerate(zip(alone.token_ids, batch.token_ids, strict=True)) if a != b)
+    cut = Stream(alone.prompt_ids, alone.token_ids[: at + 1], "", None, 0, (), None)
+    wanted = [[[token] for token in alone.token_ids[:at]] + [[alone.token_ids[at], batch.token_ids[at]]]]
+    first, second = lab.oracle(shapes.secret(lab)).logprobs([cut], wanted)[0][at]
+    return abs(first - second) <= 2 * lab.ctx.oracle.bands.reorder
 
 
 def _in_context(lab: Lab, server: Server, logits: np.ndarray, temperature: float) -> dict[str, Any]:
