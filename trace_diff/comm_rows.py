@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from trace_diff import classify
+from trace_diff.ingest.columns import CollectiveArgs
 from trace_diff.ingest.trace import Trace
 from trace_diff.nesting import nesting
 from trace_diff.types import Kind
@@ -52,9 +53,9 @@ def _device(trace: Trace) -> list[Call]:
     for row in kernels.tolist():
         pair = classify.collective(trace.name(row))
         assert pair is not None
-        args = trace.args(row)
+        told = trace.collectives.get(int(trace.events.args_at[row]), _NOTHING)
         backend = "rccl" if pair[0] == "nccl" and amd else pair[0]
-        out.append(_call(trace, row, backend, _named(args) or pair[1], args))
+        out.append(_call(trace, row, backend, _named(told.operation) or pair[1], told))
     return out
 
 
@@ -85,23 +86,24 @@ def _host(trace: Trace) -> list[Call]:
         assert pair is not None
         if pair[1] == "other":
             continue
-        out.append(_call(trace, row, pair[0], pair[1], trace.args(row)))
+        out.append(_call(trace, row, pair[0], pair[1], _NOTHING))
     return out
 
 
-def _call(trace: Trace, row: int, backend: str, operation: str, args: dict[str, Any]) -> Call:
+_NOTHING = CollectiveArgs(None, None, None, None)
+
+
+def _call(trace: Trace, row: int, backend: str, operation: str, told: CollectiveArgs) -> Call:
     start = trace.base_ns + int(trace.events.ts_ns[row])
-    group = args.get("Process Group Name")
-    seq, size = args.get("Seq"), args.get("Group size")
     return Call(
         row=row,
         backend=backend,
         operation=operation,
         start=start,
         end=start + int(trace.events.dur_ns[row]),
-        group=str(group) if group is not None else None,
-        seq=seq if isinstance(seq, int) else None,
-        size=size if isinstance(size, int) else None,
+        group=str(told.group) if told.group is not None else None,
+        seq=told.seq if isinstance(told.seq, int) else None,
+        size=told.size if isinstance(told.size, int) else None,
     )
 
 
@@ -115,9 +117,8 @@ _OPERATIONS = {
 }
 
 
-def _named(args: dict[str, Any]) -> str | None:
+def _named(name: Any) -> str | None:
     """The operation that the framework states, which a kernel's name may hide (a gather made of sends)."""
-    name = args.get("Collective name")
     if not isinstance(name, str):
         return None
     text = name.lower().replace("_", "")

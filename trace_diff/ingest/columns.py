@@ -5,7 +5,7 @@ Not for: text (split), judging the values (quarantine), ranks (load).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,12 @@ class Interner(dict[Any, int]):
             return np.fromiter(map(self.__getitem__, values), np.int32, len(values))
         except TypeError:
             return np.array([self[v if isinstance(v, (str, int)) else str(v)] for v in values], np.int32)
+
+    def of_few(self, values: list[Any]) -> npt.NDArray[np.int32]:
+        """The same, faster where all values are one, as the thread ids of a stretch of a file mostly are."""
+        if values.count(values[0]) == len(values) and isinstance(values[0], (int, str)):
+            return np.full(len(values), self[values[0]], np.int32)
+        return self.of(values)
 
 
 class Big(dict[Any, int]):
@@ -66,6 +72,15 @@ def _whole(value: Any, big: Big) -> int:
     return value if -(1 << 63) <= value < 1 << 63 else big[value]
 
 
+class CollectiveArgs(NamedTuple):
+    """What identifies a collective across ranks, as the framework wrote it; None where it did not."""
+
+    operation: Any
+    group: Any
+    seq: Any
+    size: Any
+
+
 class Columns:
     """Grows with `add`; holds one array per column and batch until `column` joins them."""
 
@@ -78,6 +93,7 @@ class Columns:
         self.parts: dict[str, list[npt.NDArray[Any]]] = {}
         self.flows = 0
         self.meta_events: list[tuple[Event, int]] = []  # with the place of their text
+        self.collectives: dict[int, CollectiveArgs] = {}  # by the place of their text
         self.phases: dict[str, int] = {}
         self._kinds = np.zeros(0, np.int8)
         self._blocks = 0
@@ -109,17 +125,17 @@ class Columns:
         self._put("bad", bad)
         self._put("kind", kind)
         self._put("name", self.names.of([e.name for e in rows]))
-        self._put("pid", self.pids.of([e.pid for e in rows]))
-        self._put("tid", self.tids.of([e.tid for e in rows]))
+        self._put("pid", self.pids.of_few([e.pid for e in rows]))
+        self._put("tid", self.tids.of_few([e.tid for e in rows]))
         self._put("at", ordinals | block)
-        self._arguments(rows, kind)
+        self._arguments(rows, kind, ordinals, block)
 
     def _kind(self, cat: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
         if len(self._kinds) < len(self.cats):
             self._kinds = np.array([int(kind_of(c)) for c in self.cats], np.int8)
         return self._kinds[cat]
 
-    def _arguments(self, rows: list[Event], kind: npt.NDArray[np.int8]) -> None:
+    def _arguments(self, rows: list[Event], kind: npt.NDArray[np.int8], ordinals: Ints, block: int) -> None:
         """Identifiers, only from the rows that have them: Python frames have none, host rows no stream."""
         tied = np.flatnonzero(kind != Kind.PYTHON)
         args = [rows[i].args or _NO_ARGS for i in tied.tolist()]
@@ -127,13 +143,18 @@ class Columns:
         external = np.full(len(rows), -1, np.int64)
         correlation[tied] = whole([a.correlation for a in args], self.big)
         found = whole([a.external for a in args], self.big)
-        external[tied] = np.where(found == -1, whole([a.external_old for a in args], self.big), found)
+        old = np.flatnonzero(found == -1)
+        found[old] = whole([args[i].external_old for i in old.tolist()], self.big)
+        external[tied] = found
         placed = np.flatnonzero(_ON_DEVICE[kind])
         args = [rows[i].args or _NO_ARGS for i in placed.tolist()]
         stream = np.full(len(rows), -1, np.int64)
         device = np.full(len(rows), -1, np.int64)
         stream[placed] = whole([a.stream for a in args], self.big)
         device[placed] = whole([a.device for a in args], self.big)
+        for i, a in zip(placed.tolist(), args, strict=True):
+            if a.collective is not None or a.seq is not None:
+                self.collectives[block | int(ordinals[i])] = CollectiveArgs(a.collective, a.group, a.seq, a.size)
         self._put("correlation", correlation)
         self._put("external", external)
         self._put("stream", stream)

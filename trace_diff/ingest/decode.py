@@ -16,6 +16,10 @@ class Args(Struct, gc=False):
     external_old: Any = field(name="external id", default=-1)
     stream: Any = -1
     device: Any = -1
+    collective: Any = field(name="Collective name", default=None)
+    group: Any = field(name="Process Group Name", default=None)
+    seq: Any = field(name="Seq", default=None)
+    size: Any = field(name="Group size", default=None)
 
 
 class Event(Struct, gc=False):

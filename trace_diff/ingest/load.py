@@ -80,6 +80,7 @@ def _build(
         meta=meta,
         quarantine=bad,
         store=store,
+        collectives=columns.collectives,
         rank_known=known,
         process_at={_plain(e.pid): at for e, at in columns.meta_events if e.name == "process_name"},
     )

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 LIMIT = 1 << 62  # of nanoseconds (146 years): beyond it a time is not a time
+_LONGEST = 20  # characters that surely fit 64 bits, or are seen not to
 _NUMBER = re.compile(rb"-?[0-9]{1,15}(?:\.[0-9]{0,18})?")
 _POWERS = 10 ** np.arange(19, dtype=np.int64)
 Ints = npt.NDArray[np.int64]
@@ -40,22 +41,24 @@ def _plain(joined: bytes, count: int) -> Ints | None:
     ends = np.append(commas, len(codes))
     lengths = np.diff(ends, prepend=-1) - 1
     points = joined.count(b".")
-    if points == count and lengths.min() > 4 and lengths.max() <= 18 and (codes[ends - 4] == 46).all():
-        return np.fromstring(joined.replace(b".", b""), np.int64, sep=",")  # the profiler's own form: 123.456
+    if lengths.min() == 0 or lengths.max() > _LONGEST:
+        return None
+    if points == count and lengths.min() > 4 and (codes[ends - 4] == 46).all():  # the profiler's own form: 123.456
+        digits = np.fromstring(joined.replace(b".", b""), np.int64, sep=",")
+        return digits if digits.max() < LIMIT else None
     dots = np.flatnonzero(codes == 46)
     owner = np.searchsorted(ends, dots)
-    if lengths.min() == 0 or lengths.max() > 18 or (len(dots) > 1 and (np.diff(owner) == 0).any()):
+    if len(dots) > 1 and (np.diff(owner) == 0).any():
         return None
-    digits = np.fromstring(joined.replace(b".", b"") if len(dots) else joined, np.int64, sep=",")
+    digits = np.fromstring(joined.replace(b".", b"") if points else joined, np.int64, sep=",")
     fraction = np.zeros(count, np.int64)
     fraction[owner] = ends[owner] - dots - 1
-    if len(digits) != count or (lengths + 3 - fraction).max() > 18:
+    if len(digits) != count or fraction.max() > 18:
         return None
-    if fraction.max() <= 3:
-        return digits * _POWERS[3 - fraction]
-    down = np.maximum(fraction - 3, 0)
-    rounded = (digits + _POWERS[down] // 2) // _POWERS[down]
-    return np.where(fraction > 3, rounded, digits * _POWERS[np.maximum(3 - fraction, 0)])
+    up, down = _POWERS[np.maximum(3 - fraction, 0)], _POWERS[np.maximum(fraction - 3, 0)]
+    if (digits >= LIMIT // up).any():
+        return None
+    return np.where(fraction > 3, (digits + down // 2) // down, digits * up)
 
 
 def _one_by_one(texts: Sequence[bytes]) -> tuple[Ints, npt.NDArray[np.bool_] | None]:

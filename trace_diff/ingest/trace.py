@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trace_diff.ingest.columns import CollectiveArgs
 from trace_diff.ingest.store import ArgStore
 from trace_diff.types import Events, LoadNotes
 
@@ -28,6 +29,7 @@ class Trace:
     meta: dict[str, Any]  # the file's top-level object without its events
     quarantine: Events  # rows kept out of every sum; same columns
     store: ArgStore
+    collectives: dict[int, CollectiveArgs] = field(default_factory=dict)  # by Events.args_at
     rank_known: bool = True  # False: guessed (no distributedInfo, nothing in the file name)
     process_at: dict[int | str, int] = field(default_factory=dict)  # pid -> where its name stands
     cache: dict[str, Any] = field(default_factory=dict)  # results of analysis, by name
