@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import shutil
 import signal
 import stat
@@ -357,6 +358,9 @@ def _environment(spec: LaunchSpec, binds: dict[str, Bind], level: SandboxLevel) 
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.devices)),
+        # What timed launches vary (`measure.py` gives both arms the same): gates must not lack it.
+        "PYTHONHASHSEED": str(1 + secrets.randbelow(2**32 - 1)),
+        "HOTLOOP_PAD": "x" * secrets.randbelow(4096),
     }
     if spec.device == "cpu":
         env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -97,7 +97,8 @@ class Lab:
         if which == "real":
             return real
         seed = self.ctx.prompts.integers(f"weights/{which}", 1, 2**62)[0]
-        out = self.ctx.run_dir / "weights" / which
+        # A candidate can read its mounts: the name must not say which weights these are.
+        out = self.ctx.run_dir / "weights" / f"{self.ctx.prompts.integers(f'weights/name/{which}', 1, 2**62)[0]:016x}"
         if which == "secret":
             return weights.write_random(real, out, seed)
         return weights.write_perturbed(real, out, weights.layers(real) // 2, seed)
