@@ -263,6 +263,19 @@ def seal(reason: Annotated[str, typer.Option("--reason", help="why the gates wer
     console().print(f"gates version {number}, digest {sealing.digest()}")
 
 
+@app.command()
+def mcp(
+    run: Annotated[str | None, typer.Option("--run", help="join this run at once")] = None,
+    http: Annotated[int | None, typer.Option("--http", help="serve streamable HTTP on this port of 127.0.0.1 instead of stdio")] = None,
+    trust_skills: Annotated[list[Path] | None, typer.Option("--trust-skills", help="a further folder of skills")] = None,
+    runs: Runs = RUNS,
+) -> None:
+    """Offer the proposer's tools to a coding agent over the Model Context Protocol."""
+    from optimizer.proposers import mcp_server
+
+    mcp_server.main(runs, run, http, tuple(trust_skills or ()))
+
+
 app.add_typer(review_cli.review_app, name="review")
 app.add_typer(review_cli.knowledge_app, name="knowledge")
 

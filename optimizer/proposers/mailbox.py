@@ -7,6 +7,7 @@ overwrite it. Not for: what an agent sees (toolbox.py), or how it is reached (mc
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -48,6 +49,10 @@ class Mailbox:
             "knowledge": [e.model_dump(mode="json") for e in ctx.knowledge],
             "budget": plain(ctx.budget),
         }
+        question["key"] = _key(question)
+        answer = self.place / f"answer-{number}.json"
+        if answer.is_file() and json.loads(answer.read_text("utf-8")).get("key") != question["key"]:
+            answer.unlink()  # to an earlier question with this number; one to this very question is kept
         write_json(self.place / f"question-{number}.json", question)
 
     def answer(self, number: int) -> Series | Declined | None:
@@ -57,8 +62,9 @@ class Mailbox:
             return None
         said = json.loads(file.read_text("utf-8"))
         if "declined" in said:
+            file.unlink()  # the run may ask again
             return Declined("mcp", why=str(said["declined"]), final=bool(said.get("final", False)))
-        return build(Series, said)
+        return build(Series, said["series"])
 
     def close(self, number: int) -> None:
         """The question is answered or given up; nobody may answer it any more."""
@@ -89,8 +95,12 @@ class Mailbox:
 
     def reply(self, number: int, said: Series | Declined) -> None:
         """Answer, whole or not at all, once. Raises AlreadyAnswered."""
-        data = {"declined": said.why, "final": said.final} if isinstance(said, Declined) else plain(said)
+        data = {"declined": said.why, "final": said.final} if isinstance(said, Declined) else {"series": plain(said)}
         target = self.place / f"answer-{number}.json"
+        try:
+            data["key"] = json.loads((self.place / f"question-{number}.json").read_text("utf-8"))["key"]
+        except FileNotFoundError:
+            raise AlreadyAnswered(f"attempt {number} no longer waits for an answer") from None
         draft = self.place / f".answer-{number}.{os.getpid()}.{id(said)}"
         draft.write_text(json.dumps(data, ensure_ascii=False), "utf-8")
         try:
@@ -120,3 +130,9 @@ class Mailbox:
             handle.seek(0)
             handle.truncate()
             handle.write(json.dumps(counts))
+
+
+def _key(question: dict[str, Any]) -> str:
+    """What makes two questions the same: the code, what was tried on it, and what was found."""
+    parts = (question["incumbent"], len(question["history"]), [f["id"] for f in question["findings"]])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
