@@ -27,7 +27,7 @@ from rich.table import Table
 from . import blueprint_check, writeback
 from .blueprint_check import Problem
 from .knowledge import BLUEPRINT, Blueprint, Entry, Gain, Scope, Status
-from .ledger import Ledger
+from .ledger import Ledger, LedgerBusy
 
 WAITING = (Status.PROPOSED, Status.IMPORTED)
 
@@ -126,21 +126,32 @@ def _decide(item: Item, status: Status, reviewer: str | None, reason: str | None
     entry = item.entry.model_copy(
         update={"status": status, "reviewer": who, "reason": reason, "decided_on": datetime.now(UTC).date().isoformat()}
     )
+    line = _enter(item, entry)  # first: a run that is still going refuses, and then nothing was decided
     book = Blueprint.load(folder) if folder.is_dir() else Blueprint((), folder)
     book.put(entry)
     file = book.save(entry.topic, folder)
     if status is Status.ACCEPTED:
         _supersede(book, entry, folder)
-    commit = _commit(folder, file, entry)
+    _commit(folder, file, entry, line)
     if item.run is not None:
         mine = writeback.proposals(item.run)
         mine.put(entry)
         mine.save(entry.topic)
-        ledger = Ledger(item.run / "ledger.jsonl")
-        data = {"entry": entry.id, "decision": status.value, "reviewer": who, "reason": reason, "commit": commit}
-        ledger.append("reviewed", entry.evidence.attempt, data)
-        ledger.close()
     return entry
+
+
+def _enter(item: Item, entry: Entry) -> str | None:
+    """The decision as a line of the run's ledger; returns the line's hash. Raises ReviewError while the run goes on."""
+    if item.run is None:
+        return None
+    ledger = Ledger(item.run / "ledger.jsonl")
+    data = {"entry": entry.id, "decision": entry.status.value, "reviewer": entry.reviewer, "reason": entry.reason}
+    try:
+        return ledger.append("reviewed", entry.evidence.attempt, data)["hash"]
+    except LedgerBusy:
+        raise ReviewError(f"run {item.run.name} is still going; decide when it has ended") from None
+    finally:
+        ledger.close()
 
 
 def _supersede(book: Blueprint, entry: Entry, folder: Path) -> None:
@@ -164,17 +175,19 @@ def _git(folder: Path, *args: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _commit(folder: Path, file: Path, entry: Entry) -> str | None:
+def _commit(folder: Path, file: Path, entry: Entry, line: str | None) -> str | None:
     """Commit exactly the blueprint's folder; None outside a repository, or when git would not."""
     if _git(folder, "rev-parse", "--show-toplevel") is None or _git(folder, "check-ignore", "-q", str(file)) is not None:
         return None
     verb = "Accept" if entry.status is Status.ACCEPTED else "Reject"
     message = f"{verb} knowledge {entry.id}\n\n{entry.title}\n\nReviewed-by: {entry.reviewer}\nReason: {entry.reason or '-'}"
+    if line is not None:
+        message += f"\nLedger-hash: {line}"
     name = ("-c", f"user.name={entry.reviewer}") if _git(folder, "config", "user.name") is None else ()
     mail = ("-c", "user.email=reviewer@localhost") if _git(folder, "config", "user.email") is None else ()
-    if _git(folder, "add", "--", str(file.parent)) is None:
+    if _git(folder, "add", "--", ".") is None:
         return None
-    if _git(folder, *name, *mail, "commit", "-q", "-m", message, "--", str(file.parent)) is None:
+    if _git(folder, *name, *mail, "commit", "-q", "-m", message, "--", ".") is None:
         return None
     return _git(folder, "rev-parse", "HEAD")
 

@@ -1,0 +1,247 @@
+"""Knowledge: filled from runs, scoped exactly, admitted by a person only, and read by the playbook."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import loop_fakes as fake
+import pytest
+from loop_fakes import Fakes, new_run
+
+from optimizer import knowledge, learning, review, writeback
+from optimizer.blueprint_check import Kind, check
+from optimizer.knowledge import (
+    Audit,
+    Blueprint,
+    BlueprintError,
+    Detection,
+    Entry,
+    Evidence,
+    Gain,
+    Gains,
+    Scope,
+    Status,
+)
+from optimizer.ledger import Ledger
+from optimizer.loop import Loop
+from optimizer.proposers import Budget, Declined, ProposeContext, get
+from optimizer.run import Run
+from optimizer.types import Series
+from trace_diff.types import Finding
+from trace_diff.types import Status as Looked
+
+FACTS = {"engine": "e", "engine_version": "v", "model": "m", "tp": 4, "batch": 1, "mode": "eager", "device": "cpu:x86_64", "dtype": "float32", "torch": "2.13.0"}
+SCOPE = Scope(**{k: [v] for k, v in FACTS.items()})
+
+
+def entry(name: str = "e1", **change: Any) -> Entry:
+    base = {"id": name, "topic": "t", "mechanism": "m", "title": "t", "rule": "r", "why": "w", "detection": Detection(signature="s"), "scope": SCOPE}
+    return Entry(**{**base, **change})
+
+
+def run_with(tmp_path: Path, *script: Series) -> Run:
+    run = new_run(tmp_path / "runs" / "run", environment={"hash": "env", "machine": "x86_64", "versions": {"torch": "2.13.0"}})
+    fakes = Fakes(run, list(script))
+    services = replace(fakes.services(), learn=lambda number: learning.learn(run, number))
+    Loop(services, run).go()
+    run.ledger.close()
+    return run
+
+
+def kinds(entries: list[Entry], **more: Any) -> set[Kind]:
+    return {p.kind for p in check(entries, **more)}
+
+
+# -- scope and files -------------------------------------------------------------------------------------------
+
+
+def test_a_scope_holds_for_exactly_its_values_and_is_never_widened() -> None:
+    assert SCOPE.holds(FACTS)
+    for name, other in {**dict.fromkeys(FACTS, "another"), "tp": 2, "batch": 8}.items():
+        assert not SCOPE.holds({**FACTS, name: other}), name
+    assert not SCOPE.holds({k: v for k, v in FACTS.items() if k != "torch"})
+    assert not Scope().holds(FACTS)  # unknown is not "any"
+    assert SCOPE.model_copy(update={"tp": ["any"]}).holds({**FACTS, "tp": 2})
+
+
+def test_only_accepted_entries_are_found(tmp_path: Path) -> None:
+    book = Blueprint((), tmp_path)
+    for status in Status:
+        book.put(entry(status.value, status=status))
+    book.save("t")
+    assert [e.id for e in knowledge.accepted(FACTS, tmp_path)] == ["accepted"]
+    assert knowledge.accepted({**FACTS, "dtype": "bfloat16"}, tmp_path) == []
+
+
+def test_unknown_fields_and_wrong_names_are_errors_that_name_file_and_field(tmp_path: Path) -> None:
+    book = Blueprint((), tmp_path)
+    book.put(entry())
+    file = book.save("t")
+    data = json.loads(file.read_text())
+    data["entries"][0]["surprise"] = 1
+    file.write_text(json.dumps(data))
+    with pytest.raises(BlueprintError, match=r"t\.json: entries\.0\.surprise"):
+        Blueprint.load(tmp_path)
+    file.rename(tmp_path / "other.json")
+    data["entries"][0].pop("surprise")
+    (tmp_path / "other.json").write_text(json.dumps(data))
+    with pytest.raises(BlueprintError, match="file name says 'other'"):
+        Blueprint.load(tmp_path)
+
+
+def test_the_shipped_blueprint_matches_its_schema_and_waits_for_a_person() -> None:
+    schema = json.loads((knowledge.BLUEPRINT / "schema.json").read_text())
+    assert schema == json.loads(json.dumps(knowledge.json_schema()))
+    for file in sorted(knowledge.BLUEPRINT.glob("*.json")):
+        if file.name != "schema.json":
+            jsonschema.validate(json.loads(file.read_text()), schema)
+    entries = Blueprint.load().entries()
+    assert len(entries) >= 9 and all(e.status in review.WAITING for e in entries)
+
+
+# -- contradictions --------------------------------------------------------------------------------------------
+
+
+def test_contradictions_are_found() -> None:
+    assert kinds([entry("a"), entry("b")]) == set()
+    assert Kind.DUPLICATE_ID in kinds([entry("a"), entry("a")])
+    assert kinds([entry("a", demands=["x"]), entry("b", forbids=["x"])]) == {Kind.DEMANDS_WHAT_IS_FORBIDDEN}
+    assert kinds([entry("a", constants={"n": 128}), entry("b", constants={"n": 160})]) == {Kind.CONSTANT_DISAGREES}
+    narrow = {"n": {"value": 160, "holds_for": {"batch": [1]}}}
+    assert kinds([entry("a", constants=narrow)]) == set()
+    wide = SCOPE.model_copy(update={"batch": [1, 8]})
+    assert kinds([entry("a", constants=narrow, scope=wide)]) == {Kind.CONSTANT_NEEDS_NARROWER_SCOPE}
+    assert kinds([entry("a", supersedes=["gone"])]) == {Kind.UNKNOWN_REFERENCE}
+    assert kinds([entry("a", demands=["x"], forbids=["x"])]) == {Kind.SELF_CONFLICT}
+    assert kinds([entry("a"), entry("b", helps=False)]) == {Kind.OPPOSITE_VERDICTS}
+
+
+def test_a_conflict_that_is_settled_or_cannot_meet_is_none() -> None:
+    one, two = entry("a", demands=["x"]), entry("b", forbids=["x"], scope=SCOPE.model_copy(update={"tp": [2]}))
+    assert kinds([one, two]) == set()
+    assert kinds([one, entry("b", forbids=["x"], supersedes=["a"])]) == set()
+    assert kinds([one, entry("b", forbids=["x"], status=Status.REJECTED)]) == set()
+
+
+def test_audits_are_run_on_the_engine_that_earned_the_entry() -> None:
+    audit = Audit(kind="code", pattern=r"empty_like", files=["qwen.py"], most=0)
+    sources = {"engine/qwen.py": "x = torch.empty_like(y)\n", "engine/sampler.py": "empty_like"}
+    assert kinds([entry("a", audit=[audit])], evidence={"a": sources}) == {Kind.AUDIT_FAILS_ON_ITS_EVIDENCE, Kind.AUDIT_MISSES_FILES}
+    assert kinds([entry("a", audit=[audit])], evidence={"a": {"engine/qwen.py": ""}}) == set()
+
+
+def test_stale_and_missing_evidence_and_loosened_gates_are_found() -> None:
+    proof = Evidence(gates_digest="old", traces={"before": "h1"}, ledger_hash="l")
+    assert kinds([entry("a", evidence=proof)], gates_digest="new") == {Kind.STALE_GATES}
+    assert kinds([entry("a", evidence=proof)], files=["h2"]) == {Kind.MISSING_EVIDENCE}
+    gain = Gains(marginal=Gain(ratio=0.9, ci95=(0.8, 0.95), pairs=6))
+    assert kinds([entry("a", gain=gain)]) == {Kind.MISSING_EVIDENCE}
+    assert kinds([entry("a", rule="Lower the throughput floor of the gate first")]) == {Kind.LOOSENS_A_GATE}
+    assert kinds([entry("a", preconditions=["disable the oracle for this shape"])]) == {Kind.LOOSENS_A_GATE}
+
+
+# -- from a run to the blueprint -------------------------------------------------------------------------------
+
+
+def test_an_accepted_patch_becomes_a_proposed_entry_filled_from_the_ledger(tmp_path: Path) -> None:
+    run = run_with(tmp_path, fake.WIN, fake.NO_OP)
+    found = {e.evidence.attempt: e for e in writeback.proposals(run.dir).entries()}
+    win = found[1]
+    assert win.status is Status.PROPOSED and win.helps and win.role == "win"
+    assert win.gain.marginal is not None and win.gain.marginal.ratio == pytest.approx(0.7, rel=0.02)
+    assert win.patch is not None and "+STEP_US = 700" in win.patch
+    assert win.scope.tp == [1] and win.scope.dtype == ["float32"] and "any" not in json.dumps(win.scope.model_dump())
+    accepted = next(x for x in run.ledger.lines() if x["kind"] == "accepted")
+    assert win.evidence.ledger_hash == accepted["hash"] and win.evidence.gates_digest == "digest-of-seal"
+    assert any(k.startswith("after") for k in win.evidence.traces) and any(k.startswith("before") for k in win.evidence.traces)
+    assert not found[2].helps and "No effect" in found[2].title
+    assert check([win, found[2]]) == []
+
+
+def test_wrong_tokens_teach_nothing_and_a_series_names_its_enabler(tmp_path: Path) -> None:
+    run = run_with(tmp_path, fake.WRONG_TOKENS, fake.ENABLED_WIN)
+    found = writeback.proposals(run.dir).entries()
+    assert [(e.evidence.attempt, e.role) for e in sorted(found, key=lambda e: e.id)] == [(2, "enabler"), (2, "win")]
+    assert all(e.gain.series is not None and e.gain.marginal is None for e in found)
+    assert found[-1].failed_variants and "wrong_tokens" in found[-1].failed_variants[0].reason
+
+
+def repository(place: Path) -> Path:
+    place.mkdir()
+    for args in (["init", "-q"], ["config", "user.name", "A Reviewer"], ["config", "user.email", "r@example.org"]):
+        subprocess.run(["git", *args], cwd=place, check=True)
+    (place / "blueprint").mkdir()
+    return place / "blueprint"
+
+
+def test_a_decision_is_an_entry_a_commit_and_a_ledger_line(tmp_path: Path) -> None:
+    run, folder = run_with(tmp_path, fake.WIN, fake.NO_OP), repository(tmp_path / "repo")
+    items = review.queue(tmp_path / "runs", folder)
+    assert len(items) == 2
+    done = review.accept(review.find(items, items[0].entry.id), folder=folder)
+    assert done.reviewer == "A Reviewer" and done.decided_on
+    assert knowledge.accepted(learning.facts(run), folder) == [done]
+    review.reject(items[1], "measured on one machine only", folder=folder)
+    log = subprocess.run(["git", "log", "--format=%s|%an"], cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert log.splitlines() == [f"Reject knowledge {items[1].entry.id}|A Reviewer", f"Accept knowledge {done.id}|A Reviewer"]
+    lines = [x for x in Ledger(run.dir / "ledger.jsonl").lines() if x["kind"] == "reviewed"]
+    assert [(x["data"]["entry"], x["data"]["decision"]) for x in lines] == [(done.id, "accepted"), (items[1].entry.id, "rejected")]
+    body = subprocess.run(["git", "log", "--format=%B"], cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert all(f"Ledger-hash: {x['hash']}" in body for x in lines)
+    assert review.queue(tmp_path / "runs", folder) == []  # decided once, and still so when entries are filled again
+
+
+def test_while_the_run_goes_on_nothing_is_decided(tmp_path: Path) -> None:
+    run, folder = run_with(tmp_path, fake.WIN), repository(tmp_path / "repo")
+    item = review.queue(tmp_path / "runs", folder)[0]
+    run.ledger.append("budget", None, {})  # the run's process holds its ledger
+    with pytest.raises(review.ReviewError, match="still going"):
+        review.accept(item, folder=folder)
+    run.ledger.close()
+    assert list(folder.iterdir()) == [] and len(review.queue(tmp_path / "runs", folder)) == 1
+
+
+def test_nothing_contradictory_or_vague_can_be_accepted(tmp_path: Path) -> None:
+    book = Blueprint((), tmp_path)
+    book.put(entry("a", demands=["x"], status=Status.ACCEPTED))
+    book.put(entry("b", forbids=["x"], status=Status.IMPORTED, scope=Scope()))
+    book.save("t")
+    item = review.find(review.queue(tmp_path / "none", tmp_path), "b")
+    with pytest.raises(review.ReviewError, match="scope says nothing"):
+        review.accept(item, folder=tmp_path)
+    with pytest.raises(review.ReviewError, match="forbids it"):
+        review.accept(item, scope={k: [v] for k, v in FACTS.items()}, folder=tmp_path)
+    elsewhere = {**{k: [v] for k, v in FACTS.items()}, "tp": [2]}
+    assert review.accept(item, reviewer="me", scope=elsewhere, folder=tmp_path).scope.tp == [2]
+    with pytest.raises(review.ReviewError, match="scope: nonsense"):
+        review.accept(item, scope={"nonsense": [1]}, folder=tmp_path)
+    with pytest.raises(review.ReviewError, match="needs a reason"):
+        review.reject(item, " ", folder=tmp_path)
+
+
+# -- knowledge that something reads ----------------------------------------------------------------------------
+
+SOURCES = {"engine/run.py": "import torch\n\n\nclass Runner:\n    def step(self, ids):\n        return self.model(ids)\n"}
+FOUND = (
+    Finding("autograd-recording", "autograd-recording", Looked.FOUND, "recording", bound_us=100.0, skills=("inference-mode",)),
+    Finding("host-reads", "host-reads", Looked.FOUND, "reads", bound_us=50.0, skills=("remove-host-reads",)),
+)
+
+
+def propose(*entries: Entry, **more: Any) -> Series | Declined:
+    ctx = ProposeContext(SOURCES, FOUND, knowledge=entries, budget=Budget(token_us=1000.0, margin=0.02), **more)
+    return get("playbook").propose(ctx)
+
+
+def test_accepted_knowledge_changes_what_the_playbook_skips_and_with_which_parameters() -> None:
+    without = propose()
+    assert isinstance(without, Series) and without.patches[0].mechanism == "inference-mode"
+    skipped = propose(entry("k", mechanism="inference-mode", helps=False, why="measured twice"))
+    assert isinstance(skipped, Declined) and "measured twice" in str(skipped)
+    tuned = propose(entry("k", mechanism="inference-mode", params={"how": "no_grad"}))
+    assert isinstance(tuned, Series) and tuned.patches[0].params["how"] == "no_grad"

@@ -1,0 +1,191 @@
+"""The playbook's choices, skills as folders, and replay of a recorded run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import loop_fakes as fake
+import pytest
+from loop_fakes import Fakes, new_run
+
+from optimizer.loop import Loop
+from optimizer.patching import apply_edits, ast_hash
+from optimizer.proposers import Budget, Declined, ProposeContext, get
+from optimizer.proposers.base import HistoryItem
+from optimizer.proposers.playbook import Playbook
+from optimizer.proposers.replay import ReplayError, record
+from optimizer.proposers.skillbook import SkillError, load_all
+from optimizer.types import Series
+from trace_diff.types import Finding, Status
+
+SOURCES = {"a.py": "X = 1\n"}
+CODEMOD = """
+PARAMS = {params}
+def propose(sources, finding):
+    if "{mark}" in sources["a.py"]:
+        return {{"declined": "already there"}}
+    value = finding["params"].get("n", 0)
+    return {{"sources": {{"a.py": sources["a.py"] + "{mark} = " + str(value) + "\\n"}}, "predicted_us": {predicted}}}
+"""
+
+
+def skill(folder: Path, name: str, answers: str = "rule", params: str = "{}", predicted: float = 10.0, code: str | None = None) -> None:
+    place = folder / name
+    place.mkdir(parents=True)
+    place.joinpath("SKILL.md").write_text(f"---\nname: {name}\ndescription: does {name}\nmetadata:\n  answers: {answers}\n---\nText.\n")
+    mark = name.upper().replace("-", "_")
+    place.joinpath("codemod.py").write_text(code or CODEMOD.format(params=params, mark=mark, predicted=predicted))
+
+
+def finding(name: str = "rule", bound: float | None = 100.0, skills: tuple[str, ...] = (), **more: Any) -> Finding:
+    return Finding(name, name.partition(":")[0], Status.FOUND, name, bound_us=bound, skills=skills, **more)
+
+
+def propose(folder: Path, *findings: Finding, history: tuple[HistoryItem, ...] = (), token_us: float = 1000.0, sources: dict[str, str] | None = None) -> Any:
+    ctx = ProposeContext(sources or SOURCES, findings, history=history, budget=Budget(token_us=token_us, margin=0.02))
+    return Playbook([folder], built_in=None).propose(ctx)
+
+
+def test_a_skill_is_added_by_adding_one_folder(tmp_path: Path) -> None:
+    skill(tmp_path, "mine", answers="some-rule")
+    answer = propose(tmp_path, finding("some-rule:with-suffix"))
+    assert isinstance(answer, Series)
+    patch = answer.patches[0]
+    assert patch.mechanism == "mine" and patch.finding_ids == ("some-rule:with-suffix",)
+    assert apply_edits(SOURCES, patch)["a.py"] == "X = 1\nMINE = 0\n"
+
+
+def test_the_dearest_finding_comes_first_and_named_skills_before_volunteers(tmp_path: Path) -> None:
+    for name, answers in (("one", "cheap"), ("two", "dear"), ("three", "dear")):
+        skill(tmp_path, name, answers)
+    answer = propose(tmp_path, finding("cheap", 30.0), finding("dear", 90.0, skills=("two",)), finding("unbounded", None, skills=("one",)))
+    assert answer.patches[0].mechanism == "two"
+
+
+def test_what_cannot_reach_the_margin_is_not_tried(tmp_path: Path) -> None:
+    skill(tmp_path, "mine")
+    answer = propose(tmp_path, finding(bound=15.0))
+    assert isinstance(answer, Declined) and "below the margin of 2.00%" in str(answer)
+    assert isinstance(propose(tmp_path, finding(bound=25.0)), Series)
+
+
+def item(**change: Any) -> HistoryItem:
+    base: HistoryItem = {"attempt": 1, "verdict": "reject", "reason": "wrong_tokens", "mechanism": "mine", "finding_ids": ["rule"], "params": {}, "ast_hash": "other", "token_us": 1000.0}
+    return {**base, **change}  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize(
+    ("history", "token_us", "why"),
+    [
+        ([item()], 1000.0, "rejected for wrong_tokens"),
+        ([item(verdict="parked", reason="drift")], 1000.0, "waits for a person"),
+        ([item(reason="no_gain")], 900.0, "not much faster since"),
+        ([item(verdict="undecided", reason=None)], 900.0, "not much faster since"),
+        ([item(reason="infrastructure")] * 2, 1000.0, "stopped twice"),
+        ([item(mechanism="x", ast_hash=ast_hash({"a.py": "X = 1\nMINE = 0\n"}))], 1000.0, "was this very program"),
+    ],
+)
+def test_history_forbids(history: list[HistoryItem], token_us: float, why: str, tmp_path: Path) -> None:
+    skill(tmp_path, "mine")
+    answer = propose(tmp_path, finding(), history=tuple(history), token_us=token_us)
+    assert isinstance(answer, Declined) and why in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("history", "token_us"),
+    [
+        ([item(finding_ids=["another"])], 1000.0),
+        ([item(reason="no_gain")], 700.0),  # the rest of the step has shrunk: the effect may show now
+        ([item(reason="infrastructure")], 1000.0),
+        ([item(verdict="accept", reason=None)], 1000.0),  # there may be another place
+    ],
+)
+def test_history_allows(history: list[HistoryItem], token_us: float, tmp_path: Path) -> None:
+    skill(tmp_path, "mine")
+    assert isinstance(propose(tmp_path, finding(), history=tuple(history), token_us=token_us), Series)
+
+
+def test_parameters_are_searched_in_order(tmp_path: Path) -> None:
+    skill(tmp_path, "mine", params='{"n": [4, 8]}')
+    first = propose(tmp_path, finding())
+    assert first.patches[0].params == {"n": 4}
+    second = propose(tmp_path, finding(), history=(item(reason="no_gain", params={"n": 4}),))
+    assert second.patches[0].params == {"n": 8}
+    both = (item(reason="no_gain", params={"n": 4}), item(reason="no_gain", params={"n": 8}))
+    assert isinstance(propose(tmp_path, finding(), history=both), Declined)
+
+
+def test_a_prediction_never_exceeds_the_bound(tmp_path: Path) -> None:
+    skill(tmp_path, "mine", predicted=500.0)
+    assert propose(tmp_path, finding(bound=100.0)).patches[0].predicted_us == 100.0
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("def propose(s, f):\n    raise KeyError('x')\n", "codemod failed: KeyError"),
+        ("def propose(s, f):\n    return None\n", "pattern is not there"),
+        ("def propose(s, f):\n    return {'sources': {'a.py': 'def ('}}\n", "unparsable"),
+        ("def propose(s, f):\n    return {'sources': {'a.py': 'Y = 1\\n' * 200}}\n", "over the envelope"),
+        ("def propose(s, f):\n    return {'sources': {f'{i}.py': 'Y = 1\\n' for i in range(4)}}\n", "over the envelope"),
+        ("def propose(s, f):\n    return {'sources': dict(s)}\n", "changes nothing"),
+    ],
+)
+def test_a_faulty_codemod_is_a_decline_with_its_reason(code: str, why: str, tmp_path: Path) -> None:
+    skill(tmp_path, "mine", code=code)
+    answer = propose(tmp_path, finding())
+    assert isinstance(answer, Declined) and why in str(answer)
+
+
+def test_a_codemod_may_answer_with_a_series(tmp_path: Path) -> None:
+    code = "def propose(s, f):\n    return [{'sources': {'a.py': 'X = 1\\nY = 2\\n'}, 'predicted_us': 0.0}, {'sources': {'a.py': 'X = 1\\nY = 2\\nZ = 3\\n'}}]\n"
+    skill(tmp_path, "mine", code=code)
+    series = propose(tmp_path, finding())
+    assert [p.predicted_us for p in series.patches] == [0.0, 100.0]
+    after = apply_edits(apply_edits(SOURCES, series.patches[0]), series.patches[1])
+    assert after["a.py"] == "X = 1\nY = 2\nZ = 3\n"
+
+
+def test_broken_folders_are_errors_that_name_themselves(tmp_path: Path) -> None:
+    skill(tmp_path / "a", "mine", code="x = \n")
+    with pytest.raises(SkillError, match=r"mine/codemod\.py: cannot be loaded: SyntaxError"):
+        load_all([tmp_path / "a"])
+    skill(tmp_path / "b", "mine")
+    (tmp_path / "b/mine/SKILL.md").write_text("no front matter")
+    with pytest.raises(SkillError, match="front matter"):
+        load_all([tmp_path / "b"])
+    skill(tmp_path / "c", "mine")
+    with pytest.raises(SkillError, match="already used"):
+        load_all([tmp_path / "c", tmp_path / "c"])
+
+
+def test_the_same_question_gets_the_same_answer(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        skill(tmp_path, name)
+    answers = [propose(tmp_path, finding(), finding("other")) for _ in range(3)]
+    assert isinstance(answers[0], Series) and answers[0] == answers[1] == answers[2]
+
+
+def test_a_run_is_replayed_patch_by_patch(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "one")
+    Loop(Fakes(run, [fake.NO_OP, fake.WIN]).services(), run).go()
+    file = tmp_path / "recording.jsonl"
+    assert record(run.dir, file) == 2
+    sources = run.repo.sources(run.base, run.target.editable)
+    for recording in (run.dir, file):
+        replay = get("replay", recording=str(recording))
+        ctx = ProposeContext(sources, [])
+        assert [replay.propose(ctx), replay.propose(ProposeContext(sources, [], history=(item(),)))] == [fake.NO_OP, fake.WIN]
+        ended = replay.propose(ProposeContext(sources, [], history=(item(), item())))
+        assert isinstance(ended, Declined) and "ends after 2" in str(ended)
+        other = replay.propose(ProposeContext({"model.py": "nothing like it\n"}, []))
+        assert isinstance(other, Declined) and "made for other sources" in str(other)
+
+
+def test_a_recording_that_is_none_is_one_clear_line(tmp_path: Path) -> None:
+    for recording, why in ((None, "recording="), (tmp_path, "no series"), (tmp_path / "gone", "not a recording")):
+        with pytest.raises(ReplayError, match=why):
+            get("replay", recording=recording)
+    with pytest.raises(ValueError, match="known: playbook, claude, mcp, replay"):
+        get("nobody")
