@@ -49,7 +49,8 @@ def table(trace: Trace) -> HostTable:
 
 def _category(name: str, kind: int) -> str:
     if kind == Kind.PYTHON:
-        return "python"
+        # the wait for an asynchronous collective (torch.distributed.Work.wait) is communication, not Python
+        return "communication" if name.startswith("<built-in method wait of pybind11") else "python"
     if kind in (Kind.RUNTIME, Kind.DRIVER):
         return f"runtime.{classify.call_class(name)}"
     return classify.op_class(name)

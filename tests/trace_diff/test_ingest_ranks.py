@@ -144,3 +144,11 @@ def test_t27_colliding_ids_without_labels_are_told_apart_by_where_else_a_process
     tied = links(trace)
     for row, launch in zip(tied.device_rows.tolist(), tied.launch.tolist(), strict=True):
         assert trace.tracks[trace.events.track[launch]][0] == 100 + int(trace.events.device[row])
+
+
+@pytest.mark.parametrize(("stream", "device"), [("7", "0"), ("stream 7", "cuda:0"), (7.0, 0.0), (None, None), (4294967295, -1)])
+def test_streams_and_devices_written_as_text_fall_back_to_the_track(tmp_path, stream, device):
+    build = Build()
+    build.event("kernel", "gemm", 0, 5_000, pid=0, tid=7, args={"stream": stream, "device": device})
+    trace = load(build.write(tmp_path / "t.json"))
+    assert (trace.events.stream.tolist(), trace.events.device.tolist()) == ([7], [0])

@@ -93,7 +93,7 @@ def test_times_are_exact_for_any_decimal_text():
         whole = str(rng.randrange(10 ** rng.randrange(1, 15)))
         part = "".join(rng.choice("0123456789") for _ in range(rng.randrange(0, 8)))
         texts.append((whole + ("." + part if part else "")).encode())
-    values, bad = to_ns(texts)
+    values, bad, _ = to_ns(texts)
     assert bad is None
     want = [int((Decimal(t.decode()) * 1000).to_integral_value(ROUND_HALF_UP)) for t in texts]
     assert values.tolist() == want
@@ -118,14 +118,14 @@ def test_times_are_exact_for_any_decimal_text():
 )
 def test_each_way_to_write_a_time(text, ns):
     for texts in ([text], [text, b"7"], [b"7.000", text]):
-        values, bad = to_ns(texts)
+        values, bad, _ = to_ns(texts)
         assert bad is None
         assert int(values[texts.index(text)]) == ns
 
 
 @pytest.mark.parametrize("text", [b"null", b"", b'""', b"true", b'"abc"', b"1e400", b"99999999999999999999", b"[1]", b'"NaN"', b"1,5"])
 def test_what_is_no_time_is_said_to_be_none(text):
-    values, bad = to_ns([b"1.000", text, b"2.000"])
+    values, bad, _ = to_ns([b"1.000", text, b"2.000"])
     assert bad is not None
     assert bad.tolist() == [False, True, False]
     assert values.tolist()[0] == 1000

@@ -28,6 +28,8 @@ def test_t07_text_times_at_the_epoch_give_what_numbers_do(tmp_path):
     assert a.events.ts_ns.tolist() == b.events.ts_ns.tolist() == [i * 2000 + i % 7 for i in range(200)]
     assert a.events.dur_ns.tolist() == b.events.dur_ns.tolist()
     assert a.base_ns == b.base_ns == epoch
+    assert (a.notes.repaired, b.notes.repaired) == (0, 200)
+    assert "times of 200 events were written as text" in b.notes.messages
     ends = a.events.ts_ns + a.events.dur_ns
     assert (ends[:-1] <= a.events.ts_ns[1:]).all(), "no kernel reaches into the next by rounding"
 

@@ -92,6 +92,7 @@ class Columns:
         self.big = Big()
         self.parts: dict[str, list[npt.NDArray[Any]]] = {}
         self.flows = 0
+        self.quoted = 0  # events with times written as strings
         self.meta_events: list[tuple[Event, int]] = []  # with the place of their text
         self.collectives: dict[int, CollectiveArgs] = {}  # by the place of their text
         self.phases: dict[str, int] = {}
@@ -112,8 +113,9 @@ class Columns:
             self._others(events, phases, complete, block)
         if not rows:
             return
-        ts_ns, bad_ts = to_ns([e.ts for e in rows])
-        dur_ns, bad_dur = to_ns([e.dur for e in rows])
+        ts_ns, bad_ts, quoted_ts = to_ns([e.ts for e in rows])
+        dur_ns, bad_dur, quoted_dur = to_ns([e.dur for e in rows])
+        self.quoted += max(quoted_ts, quoted_dur)
         bad = np.zeros(len(rows), np.int8)
         if bad_ts is not None:
             bad[bad_ts] = 1

@@ -53,7 +53,7 @@ def _flows(store: ArgStore, number: dict[tuple[Any, Any], int]) -> tuple[dict[An
     finishes: dict[Any, tuple[int, int]] = {}
     for text in store.blocks():
         found = [e for e in decode_events(text) if e.ph in ("s", "f") and e.cat in LAUNCH_FLOWS]
-        times, _ = to_ns([e.ts for e in found])
+        times = to_ns([e.ts for e in found]).values
         for event, ns in zip(found, times.tolist(), strict=True):
             track = number.get((event.pid, event.tid))
             if track is not None and event.id is not None:

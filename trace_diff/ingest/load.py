@@ -58,6 +58,9 @@ def _collector_off():
 def _build(
     path: Path, label: str | None, columns: Columns, store: ArgStore, meta: dict[str, Any], notes: NoteBook
 ) -> Trace:
+    if columns.quoted:
+        notes.repaired += columns.quoted
+        notes.say(f"times of {columns.quoted} events were written as text")
     table = _table(columns, store, notes)
     out = judge(table.rows, notes)
     base = int(table.rows.ts[~out].min()) if (~out).any() else 0
@@ -211,8 +214,8 @@ def _places(
     from_tid = np.array([_digits(t) for _, t in tracks], np.int64) if tracks else np.zeros(0, np.int64)
     from_pid = np.array([_digits(p) for p, _ in tracks], np.int64) if tracks else np.zeros(0, np.int64)
     limit = 1 << 31
-    stream = np.where((stream == -1) | (abs(stream) >= limit), from_tid[track], stream)
-    device = np.where((device == -1) | (abs(device) >= limit), from_pid[track], device)
+    stream = np.where((stream < 0) | (stream >= limit), from_tid[track], stream)
+    device = np.where((device < 0) | (device >= limit), from_pid[track], device)
     return np.where(on_device, stream, -1), np.where(on_device, device, -1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +17,29 @@ _POWERS = 10 ** np.arange(19, dtype=np.int64)
 Ints = npt.NDArray[np.int64]
 
 
-def to_ns(texts: Sequence[bytes]) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
+class Times(NamedTuple):
+    """Nanoseconds; which texts were no time (None: all were); how many were written as strings."""
+
+    values: Ints
+    bad: npt.NDArray[np.bool_] | None
+    quoted: int
+
+
+def to_ns(texts: Sequence[bytes]) -> Times:
     """Nanoseconds of each text ("12.345", "\"12.5\"", "1e3"), rounded half up below one nanosecond.
 
-    Returns (values, bad): `bad` is None when every text was a time, else a mask of those that were not (null,
-    NaN, absent, too large); their value is 0. `texts` may be anything with the buffer protocol.
+    A text that is no time (null, NaN, absent, too large) gives 0 and is marked bad. `texts` may be anything with the
+    buffer protocol.
     """
     joined = b",".join(texts)
-    if joined.translate(None, b"0123456789.,") == b"":
-        values = _plain(joined, len(texts))
+    quoted = joined.count(b'"') // 2
+    plain = joined.replace(b'"', b"") if quoted else joined
+    if plain.translate(None, b"0123456789.,") == b"":
+        values = _plain(plain, len(texts))
         if values is not None:
-            return values, None
-    return _one_by_one(texts)
+            return Times(values, None, quoted)
+    values, bad = _one_by_one(texts)
+    return Times(values, bad, quoted)
 
 
 def _plain(joined: bytes, count: int) -> Ints | None:
