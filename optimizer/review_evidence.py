@@ -119,7 +119,7 @@ def _stage(stage: str, found: Measured) -> Interval | None:
     if found.ratio is None:
         return None
     low, high = found.ci95 or (None, None)
-    note = f"{found.pairs} pairs" + (f", {found.discarded} discarded" if found.discarded else "")
+    note = _pairs(found.pairs) + (f", {found.discarded} discarded" if found.discarded else "")
     return Interval(stage, 1 / found.ratio, 1 / high if high else None, 1 / low if low else None, note)
 
 
@@ -142,8 +142,12 @@ def gains(entry: Entry) -> list[Interval]:
 
 def _gain(label: str, gain: Gain) -> Interval:
     low, high = gain.ci95
-    note = f"{gain.pairs} pairs" + ("" if gain.metric == "us_per_token" else f", {gain.metric}")
+    note = _pairs(gain.pairs) + ("" if gain.metric == "us_per_token" else f", {gain.metric}")
     return Interval(label, 1 / gain.ratio, 1 / high if high > 0 else None, 1 / low if low > 0 else None, note)
+
+
+def _pairs(count: int) -> str:
+    return f"{count} pair{'s' if count != 1 else ''}"
 
 
 def chart(intervals: Sequence[Interval], margin: float | None = None) -> Chart | None:
@@ -161,7 +165,8 @@ def chart(intervals: Sequence[Interval], margin: float | None = None) -> Chart |
         return round(100 * (value - low) / (high - low), 2)
 
     bars = tuple(Bar(i, at(i.mid), at(i.mid if i.low is None else i.low), at(i.mid if i.high is None else i.high)) for i in intervals)
-    ticks = tuple((at(v), f"{v - 1:+.0%}" if high - low >= 0.08 else f"{v - 1:+.1%}") for v in _round_steps(low, high))
+    form = "+.0%" if high - low >= 0.08 else "+.1%"
+    ticks = tuple((at(v), "0 %" if abs(v - 1) < 1e-9 else format(v - 1, form)) for v in _round_steps(low, high))
     text = f"margin {margin:.1%}" if margin else ""
     return Chart(bars, at(1.0), at(edge) if edge else None, text, ticks)
 

@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse
 
 from optimizer import localweb, parked, review, review_page
-from optimizer.knowledge import BLUEPRINT, BlueprintError, Scope
+from optimizer.knowledge import BLUEPRINT, BlueprintError, Scope, Status
 from optimizer.ledger import LedgerBroken, LedgerBusy
 from optimizer.parked import Parked
 from optimizer.review import Item, ReviewError
@@ -49,7 +49,8 @@ class Desk:
         self.said: list[str] = []  # shown once
 
     def refresh(self) -> None:
-        self.items = review.queue(self.runs, self.folder)
+        found = review.queue(self.runs, self.folder)
+        self.items = sorted(found, key=lambda i: i.entry.status is Status.IMPORTED)  # as the page groups them
         self.parked = parked.waiting(self.runs)
 
     def order(self) -> list[str]:
