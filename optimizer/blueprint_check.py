@@ -32,6 +32,10 @@ class Kind(StrEnum):
     MISSING_EVIDENCE = "missing-evidence"
     LOOSENS_A_GATE = "loosens-a-gate"
     EMPTY_SCOPE = "empty-scope"
+    COUNT_DISAGREES = "count-disagrees"
+    COMPARES_UNLIKE = "compares-unlike"
+    DISOWNED_EVIDENCE = "disowned-evidence"
+    FAULTY_CODE = "faulty-code"
 
 
 BLOCKING = {  # an entry with one of these cannot be accepted
@@ -45,6 +49,8 @@ BLOCKING = {  # an entry with one of these cannot be accepted
     Kind.OPPOSITE_VERDICTS,
     Kind.LOOSENS_A_GATE,
     Kind.EMPTY_SCOPE,
+    Kind.DISOWNED_EVIDENCE,
+    Kind.FAULTY_CODE,
 }
 _DEAD = {Status.REJECTED, Status.SUPERSEDED}
 _GATE_WORDS = re.compile(
