@@ -24,14 +24,19 @@ _STAGES = {
 
 def words(run: Run) -> dict[str, Any]:
     """For the template: `now` (a sentence), `last_utc` (of the last line), `ended`."""
-    last = run.lines[-1] if run.lines else {}
+    last = _last(run)
     return {"now": _now(run), "last_utc": str(last.get("t_utc") or ""), "ended": last.get("kind") == "finished"}
 
 
+def _last(run: Run) -> dict[str, Any]:
+    """The last line that the loop wrote; a person's decisions come after its end."""
+    return next((line for line in reversed(run.lines) if line.get("kind") != "reviewed"), {})
+
+
 def _now(run: Run) -> str:
-    if not run.lines:
+    last = _last(run)
+    if not last:
         return "the ledger is still empty"
-    last = run.lines[-1]
     kind, data = str(last.get("kind")), last.get("data")
     data = data if isinstance(data, dict) else {}
     number = last.get("attempt")
@@ -50,7 +55,9 @@ def _now(run: Run) -> str:
         return f"{name}: a patch was proposed, its gates come next"
     if attempt and attempt.outcome == "unfinished":
         return f"{name}: {kind}"
+    done = len(run.attempts)
     return {
+        "budget": f"{done} attempt{'s' if done != 1 else ''} so far; the next one follows",
         "run_started": "started; the first engine is captured",
         "resumed": "taken up again",
         "captured": "a trace was captured; findings and the next patch follow",
