@@ -263,6 +263,8 @@ class _Link:
 
     def _exactly(self, size: int, deadline: float, ask: str) -> bytes:
         assert self._process.stdout is not None
+        if self._process.stdout.closed:
+            raise OracleError("the oracle was closed")
         fd = self._process.stdout.fileno()
         data = bytearray()
         while len(data) < size:

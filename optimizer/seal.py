@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +52,7 @@ def version(seal: Path = SEAL) -> int:
 def verify(root: Path = ROOT) -> None:
     """Raises SealBroken when a sealed file changed, vanished, or one that belongs to the closure is not sealed."""
     seal = root / SEAL.relative_to(ROOT)
+    digest(seal)  # it must be there
     version(seal)
     wanted = dict(_entries(seal))
     found = {path: _sha256(root / path) for path in closure(root)}
@@ -97,21 +99,23 @@ def closure(root: Path = ROOT) -> tuple[str, ...]:
 def _imports(path: Path, root: Path) -> list[Path]:
     """Files of ours that `path` imports anywhere in it, with the packages that hold them."""
     package = ".".join(path.relative_to(root).parts[:-1])
-    found: list[Path] = []
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        names: list[str] = []
+    return [file for name in _names(path.read_text(), package) for file in _files(name, root)]
+
+
+@lru_cache(maxsize=256)
+def _names(text: str, package: str) -> tuple[str, ...]:
+    """Dotted names of ours that a module's text may import."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parents = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parents, base]) if base else ".".join(parents)
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        for name in names:
-            if name.split(".")[0] in PACKAGES:
-                found += _files(name, root)
-    return found
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return tuple(name for name in found if name.split(".")[0] in PACKAGES)
 
 
 def _files(module: str, root: Path) -> list[Path]:

@@ -137,7 +137,7 @@ CHEATS: tuple[Case, ...] = (
         fast=True,
     ),
     cheat(
-        "R17", "RMSNorm in bfloat16", "G07",
+        "R17", "RMSNorm in bfloat16", "G07 G08",
         replace("RMSNorm", ("        x32 = x.float()\n", "        x32 = x.bfloat16()\n")), fast=True,
     ),
     cheat(

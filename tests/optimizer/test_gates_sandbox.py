@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+from gates_toy import SERVER, toy
 
 from optimizer import cgroup, escapes, launch, procfs, sandbox
 from optimizer.client import Request
 from optimizer.launch import LaunchError
 from optimizer.sandbox import SandboxError, SandboxLevel
 from optimizer.types import RejectReason
-from gates_toy import SERVER, toy
 
 WORKING = [name for name in sandbox.LADDER[1:] if sandbox._try(name) is None]
 

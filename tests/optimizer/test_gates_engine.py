@@ -1,0 +1,109 @@
+"""The gates on the real engine: a good patch passes the quick ones, the red team's fast cases stop where they should.
+
+The whole table is `make redteam`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))  # redteam/ is no installed package
+
+from optimizer import gates  # noqa: E402
+from optimizer.gates import context  # noqa: E402
+from optimizer.launch import LaunchError  # noqa: E402
+from optimizer.types import RejectReason  # noqa: E402
+from redteam.arena import Arena  # noqa: E402
+from redteam.benign import BENIGN  # noqa: E402
+from redteam.case import Case, Stale  # noqa: E402
+from redteam.cheats import CHEATS  # noqa: E402
+from redteam.controls import CONTROLS  # noqa: E402
+from redteam.judge import judge  # noqa: E402
+from redteam.measured import MEASURED, run  # noqa: E402
+
+STATIC = [c for c in CHEATS if c.fast and c.expected & {"G01", "G02"} and c.id != "R39"]
+RUNNING = [c for c in CHEATS if c.id in ("R03", "R17", "R55")]
+
+
+@pytest.fixture(scope="module")
+def arena():
+    with Arena() as made:
+        yield made
+
+
+def unsealed(case: Case) -> Case:
+    """The seal is judged by its own test: a working copy may be between two seals."""
+    return replace(case, without=(*case.without, "seal"))
+
+
+def test_every_case_still_fits_the_engine(arena):
+    sources = arena.sources()
+    stale = {}
+    for case in (*CHEATS, *CONTROLS, *BENIGN):
+        try:
+            assert case.make(sources)
+        except Stale as error:
+            stale[case.id] = str(error)
+    assert stale == {}
+
+
+def test_the_list_is_whole():
+    listed = {c.id for c in (*CHEATS, *MEASURED)}
+    wanted = {f"R{n:02d}" for n in range(1, 89, 2)}
+    assert wanted <= listed, sorted(wanted - listed)
+    assert {f"C{n}" for n in range(1, 11)} == {c.id for c in CONTROLS} and len(BENIGN) >= 30
+
+
+@pytest.mark.parametrize("case", STATIC, ids=lambda c: c.id)
+def test_cheats_that_the_source_shows_are_stopped_before_anything_starts(arena, case):
+    outcome = judge(arena, unsealed(case))
+    assert outcome.right, outcome.caught_by()
+    assert outcome.stopped and outcome.stopped.gate in ("scope", "policy")
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=lambda c: c.id)
+def test_cheats_are_stopped_for_their_reason(arena, case):
+    outcome = judge(arena, unsealed(case))
+    assert outcome.right, outcome.caught_by()
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=lambda c: c.id)
+def test_cheats_on_the_measurement_are_stopped(case):
+    stopped, by, _ = run(case)
+    assert stopped, by
+
+
+def test_a_good_patch_passes_and_every_gate_states_what_it_cost(arena):
+    case = next(c for c in BENIGN if c.id == "B33")
+    commit = arena.commit(case.make(arena.sources()), case.idea)
+    lab = context.Lab(arena.context(commit, 1))
+    try:
+        results = [gates.one(gate, lab) for gate in gates.QUICK if gate.name != "seal"]
+        results += [gates.one(gate, lab) for gate in gates.FULL if gate.name in ("swap", "physics")]
+    finally:
+        lab.close()
+    assert [r.detail for r in results if not r.passed] == []
+    assert all(r.seconds > 0 and r.facts["cpu_s"] >= 0 for r in results)
+    assert next(r for r in results if r.gate == "swap").facts["natural_ends"] >= 1
+
+
+def test_an_engine_that_does_not_start_is_a_result_not_an_exception(arena):
+    def dead(lab):
+        raise LaunchError(RejectReason.BOOT, "no")
+
+    result = gates.one(gates.Gate("boot", "G05", dead), context.Lab(arena.context(arena.base, 1)))
+    assert (result.passed, result.reason, result.check) == (False, RejectReason.BOOT, "G05")
+
+
+def test_unknown_stages_and_gates_name_the_known_ones(arena):
+    ctx = arena.context(arena.base, 1)
+    with pytest.raises(ValueError, match="quick, full"):
+        next(gates.run("slow", ctx))
+    odd = replace(ctx, protocol=replace(ctx.protocol, full_gates=("swap", "magic")))
+    with pytest.raises(ValueError, match=r"magic.*shapes"):
+        gates.chosen("full", odd)

@@ -1,0 +1,229 @@
+"""Envelope, source policy, seal: what is decided without starting anything."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from optimizer import seal
+from optimizer.gates import policy, scope
+from optimizer.gates.scope import Change
+from optimizer.runrepo import RunRepo
+from optimizer.target import load_target
+
+EDITABLE, FROZEN = ("engine/**/*.py",), ("engine/target.toml", "engine/frozen.py")
+PLAIN = "100644"
+
+
+def change(path="engine/a.py", status="M", old=PLAIN, new=PLAIN, added: int | None = 1, deleted: int | None = 1) -> Change:
+    return Change(status, old if status != "A" else "000000", new, path, added, deleted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([], "changes nothing"),
+        ([change(status="D", new="000000")], "status D"),
+        ([change(new="100755")], "modes stay"),
+        ([change(status="A", new="120000")], "plain files only"),
+        ([change(status="A", new="160000")], "plain files only"),
+        ([change(added=None, deleted=None)], "binary"),
+        ([change("engine/a.pyc", "A")], "only .py"),
+        ([change("engine/x.pth", "A")], "only .py"),
+        ([change("engine/target.toml")], "only .py"),
+        ([change("engine/frozen.py")], "not editable"),
+        ([change("json.py", "A")], "not editable"),
+        ([change("engine/conftest.py", "A")], "test harnesses"),
+        ([change("engine/sitecustomize.py", "A")], "interpreters"),
+        ([change(f"engine/{n}.py") for n in "abcd"], "4 files"),
+        ([change(added=100, deleted=21)], "121 lines"),
+    ],
+)
+def test_the_envelope_names_the_rule_that_is_broken(changes, words):
+    assert words in (scope.envelope(changes, EDITABLE, FROZEN) or "")
+
+
+def test_three_files_and_120_lines_fit_the_envelope():
+    fits = [change("engine/a.py", added=60, deleted=20), change("engine/b/c.py", "A", added=40, deleted=0), change("engine/d.py", added=0, deleted=0)]
+    assert scope.envelope(fits, EDITABLE, FROZEN) is None
+
+
+def test_a_root_module_that_hides_one_of_pythons_is_refused():
+    assert "hide a module" in (scope.envelope([change("json.py", "A")], ("*.py",), ()) or "")
+
+
+@pytest.fixture
+def repo(tmp_path) -> RunRepo:
+    package = tmp_path / "t" / "engine"
+    package.mkdir(parents=True)
+    (package / "target.toml").write_text(
+        'schema = 1\nname = "t"\nroot = ".."\nserve = ["{python}"]\neditable = ["engine/**/*.py"]\n'
+    )
+    (package / "a.py").write_text('"""Doc."""\n\n\ndef f(x):\n    return x + 1\n')
+    made = RunRepo(tmp_path / "repo.git", tmp_path / "trees")
+    made.create(load_target(package))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('"""Another doc."""\n\n# a comment for the judge\ndef f(x):\n    """Verified."""\n    return x + 1\n', "nothing that runs"),
+        ("def f(x:\n", "not Python"),
+        ("def f(x):\n    return x + 2\n", None),
+    ],
+)
+def test_a_commit_must_change_what_runs(repo, text, words):
+    base = repo.incumbent()
+    commit = repo.commit_sources(base, {"engine/a.py": text}, "t", "", {})
+    found = scope.changes(repo.git_dir, base, commit)
+    wrong = scope.same_program(repo.git_dir, base, commit, found)
+    assert wrong is None if words is None else words in (wrong or "")
+
+
+def test_git_tells_what_changed_not_the_patch(repo):
+    base = repo.incumbent()
+    commit = repo.commit_sources(base, {"engine/a.py": None, "engine/b.py": "x = 1\n"}, "t", "", {})
+    found = {c.path: c for c in scope.changes(repo.git_dir, base, commit)}
+    assert found["engine/a.py"].status == "D" and found["engine/b.py"].status == "A" and found["engine/b.py"].added == 1
+
+
+REJECTED = {
+    "import subprocess": "starts processes",
+    "import os\nos.system('x')": "starts processes",
+    "from os import fork as f\nf()": "starts processes",
+    "import socket": "network",
+    "import urllib.request as u": "network",
+    "import vllm": "another engine",
+    "from transformers import AutoModel": "another engine",
+    "import gc\ngc.get_objects()": "frames",
+    "import sys\nsys._getframe()": "frames",
+    "import sys\nsys.modules['time'] = None": "another module",
+    "import sys\nx = sys.modules": "import machinery",
+    "import time\ntime.perf_counter = lambda: 0": "another module",
+    "import torch\ntorch.nn.functional.linear = None": "another module",
+    "import torch as t\nsetattr(t, 'x', 1)": "another module",
+    "import os\nos.environ['A'] = 'b'": "environment",
+    "import os\nos.environ.setdefault('A', 'b')": "environment",
+    "import os\nos._exit(0)": "process",
+    "eval('1')": "runs text",
+    "__import__('os')": "import machinery",
+    "import torch\nif torch.autograd._profiler_enabled(): pass": "profiler",
+    "def f(p):\n    return p._is_profiler_enabled": "profiler",
+    "x = open('/proc/self/maps')": "place of the machine",
+    "p = '/weights/model.safetensors'": "place of the machine",
+    "a = [5, 900, 3, 77, 12, 4, 1000, 8, 2, 99, 61, 7, 30, 11, 1, 6, 44]": "stored tokens",
+    "import os\ngetattr(os, 'system')('x')": "starts processes",
+}
+ASKED = {
+    "import ctypes": "native code",
+    "import time\nt = time.time()": "clock",
+    "import importlib": "dynamic import",
+    "import os\ngetattr(os, 'sys' + 'tem')('x')": "at run time",
+    "import torch\ntorch.backends.cuda.matmul.allow_tf32 = True": "setting",
+    "x = open('notes.txt')": "files",
+    "x = b'" + "\\x01" * 80 + "'": "literal",
+    "from os.path import *": "everything",
+}
+ALLOWED = [
+    "import os\nimport torch\nos.sched_yield()\ntorch.from_file('/dev/shm/x', shared=True, size=8)",
+    "import threading\nthreading.Event().wait(0.1)",
+    "from torch._C._profiler import _RecordFunctionFast as span",
+    "import torch\ntorch.set_num_threads(1)\n\n@torch.inference_mode()\ndef f(): pass",
+    "SIZES = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120]",
+    "class A:\n    pass\n\n\nA.forward = None\nself = A()\nself.x = 1",
+    "def f():\n    " + repr("a sentence of a docstring " * 20),
+    "x = '/v1/completions'\ny = a.eval()\n",
+]
+
+
+@pytest.mark.parametrize("source", REJECTED)
+def test_the_policy_rejects(source):
+    found = [f for f in policy.findings(source) if f.action == policy.REJECT]
+    assert found and any(REJECTED[source] in f.why for f in found), policy.findings(source)
+
+
+@pytest.mark.parametrize("source", ASKED)
+def test_the_policy_asks_a_person(source):
+    found = policy.findings(source)
+    assert {f.action for f in found} == {policy.ASK} and any(ASKED[source] in f.why for f in found), found
+
+
+@pytest.mark.parametrize("source", ALLOWED)
+def test_the_policy_lets_pass(source):
+    assert policy.findings(source) == []
+
+
+def test_only_what_is_new_counts():
+    before = "import os\nos.environ.setdefault('A', 'b')\n"
+    assert policy.new_findings({"a.py": before}, {"a.py": before + "x = 1\n"}) == []
+    assert policy.new_findings({"a.py": before}, {"a.py": "", "b.py": before}) == [], "moved, not new"
+    assert len(policy.new_findings({"a.py": before}, {"a.py": before + before})) == 1
+
+
+def test_every_policy_rule_uses_a_known_action():
+    assert {action for _, action, _ in policy.RULES} == {policy.REJECT, policy.ASK}
+
+
+# -- seal --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(tmp_path, repo) -> Path:
+    root = tmp_path / "copy"
+    for name in ("optimizer", "trace_diff", "reports"):
+        shutil.copytree(seal.ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "SEAL"))
+    return root
+
+
+def test_the_seal_covers_what_judges_and_what_it_starts():
+    sealed = set(seal.closure())
+    for name in ("measure", "accept", "oracle", "oracle_worker", "prompts", "texts", "client", "wire", "launch", "launcher", "jail",
+                 "sandbox", "seccomp", "types", "weights", "seal", "gates/streams", "gates/policy"):  # fmt: skip
+        assert f"optimizer/{name}.py" in sealed, name
+    assert not [path for path in sealed if "proposers" in path or "knowledge" in path]
+
+
+def test_the_seal_holds_until_a_sealed_file_changes(copy):
+    assert seal.write("first", copy) == 1
+    seal.verify(copy)
+    (copy / "optimizer" / "cli.py").write_text("# not sealed\n")
+    seal.verify(copy)
+    for path in ("optimizer/gates/streams.py", "optimizer/accept.py", "optimizer/launcher.py"):
+        text = (copy / path).read_text()
+        (copy / path).write_text(text + "\n# touched\n")
+        with pytest.raises(seal.SealBroken, match=f"{path} has changed"):
+            seal.verify(copy)
+        (copy / path).write_text(text)
+    seal.verify(copy)
+
+
+def test_new_and_missing_files_break_the_seal(copy):
+    seal.write("first", copy)
+    extra = copy / "optimizer" / "gates" / "extra.py"
+    extra.write_text("x = 1\n")
+    with pytest.raises(seal.SealBroken, match=r"gates/extra\.py is not sealed"):
+        seal.verify(copy)
+    extra.unlink()
+    (copy / "optimizer" / "gates" / "drift.py").unlink()
+    with pytest.raises(seal.SealBroken, match=r"gates/drift\.py is gone"):
+        seal.verify(copy)
+
+
+def test_a_new_seal_needs_a_reason_and_raises_the_version(copy):
+    with pytest.raises(ValueError, match="reason"):
+        seal.write("  ", copy)
+    path = copy / "optimizer" / "gates" / "SEAL"
+    seal.write("first", copy)
+    before = seal.digest(path)
+    assert seal.write("stricter sampling", copy) == 2 == seal.version(path)
+    assert seal.digest(path) != before and "# stricter sampling" in path.read_text()
+
+
+def test_a_missing_seal_is_broken(copy):
+    with pytest.raises(seal.SealBroken, match="optimize seal"):
+        seal.digest(copy / "optimizer" / "gates" / "SEAL")
+    with pytest.raises(seal.SealBroken):
+        seal.verify(copy)
