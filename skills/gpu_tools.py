@@ -1,4 +1,4 @@
-"""What the codemods for GPUs share: where a function stands in the code, guards, and the paged attention that two of
+"""What the codemods for GPUs share: new files and imports, and the paged attention that two of
 them bring.
 
 Pure functions on texts and syntax trees, as in `codemod_tools.py`. Not for: choosing skills, or anything about traces.
@@ -186,32 +186,3 @@ def _lengths(function: t.Function, meta: str, table: str) -> str | None:
                 if isinstance(inner, cst.Attribute) and t.last_name(inner.value) == meta and inner.attr.value != table:
                     return inner.attr.value
     return None
-
-
-def unguarded(sources: t.Sources) -> dict[str, list[cst.FunctionDef]]:
-    """Methods outside the model that call it and run no guard against autograd, by file."""
-    trees = t.parse_all(sources, "torch")
-    modules = t.subclasses_of(t.classes(trees), {"Module"})
-    found: dict[str, list[cst.FunctionDef]] = {}
-    for function in t.functions(trees):
-        text = t.code(function.node)
-        calls = {t.code(n.func) for n in t.walk(function.node) if isinstance(n, cst.Call)}
-        runs = {"model", "self.model"} & calls
-        if function.cls not in modules and runs and "inference_mode" not in text and "no_grad" not in text:
-            found.setdefault(function.file, []).append(function.node)
-    return found
-
-
-def guard(sources: t.Sources, nodes: dict[str, list[cst.FunctionDef]]) -> dict[str, str]:
-    """The files with these functions under torch.inference_mode. Nodes must come from `unguarded`."""
-    changed = {}
-    for file, wanted in nodes.items():
-        names = {t.code(n.with_changes(leading_lines=[])) for n in wanted}
-        tree = cst.parse_module(sources[file])
-        new: dict[cst.CSTNode, object] = {}
-        for function in t.functions({file: tree}):
-            if t.code(function.node.with_changes(leading_lines=[])) in names:
-                line = cst.Decorator(cst.parse_expression("torch.inference_mode()"))
-                new[function.node] = lambda updated, line=line: updated.with_changes(decorators=[*updated.decorators, line])
-        changed[file] = t.replace(tree, new).code
-    return changed

@@ -26,12 +26,19 @@ AGAIN_WHEN_FASTER = 0.8  # an effect too small to see may show once the rest of 
 
 
 class Playbook:
-    """See the module docstring. `folders`: further reviewed skill folders, after the built-in ones."""
+    """See the module docstring. `folders`: further reviewed skill folders, after the built-in ones. `only`: names of
+    the skills to use; all where it is empty. Raises ValueError for a name that is not there."""
 
     name = "playbook"
 
-    def __init__(self, folders: Iterable[Path | str] = (), built_in: Path | None = skillbook.BUILT_IN) -> None:
-        self.skills = skillbook.load_all([*([built_in] if built_in else []), *map(Path, folders)])
+    def __init__(
+        self, folders: Iterable[Path | str] = (), built_in: Path | None = skillbook.BUILT_IN, only: Iterable[str] = ()
+    ) -> None:
+        known = skillbook.load_all([*([built_in] if built_in else []), *map(Path, folders)])
+        names = tuple(only) or tuple(known)
+        if unknown := sorted(set(names) - known.keys()):
+            raise ValueError(f"unknown skills {', '.join(unknown)}; known: {', '.join(known)}")
+        self.skills = {name: skill for name, skill in known.items() if name in names}
 
     def propose(self, ctx: ProposeContext) -> Series | Declined:
         """The first series worth trying, or every reason why there is none."""
@@ -75,7 +82,7 @@ class Playbook:
             if blocked := _blocked(ctx, finding, skill.name, params):
                 why = blocked
                 continue
-            rewrites = skillbook.run(skill, ctx.sources, {**_as_dict(finding), "params": params})
+            rewrites = self._rewrites(ctx, skill, {**_as_dict(finding), "params": params})
             if isinstance(rewrites, str):
                 return rewrites
             series = _series(ctx, finding, rewrites, params)
@@ -83,6 +90,19 @@ class Playbook:
                 return series
             why = series
         return why
+
+
+    def _rewrites(self, ctx: ProposeContext, skill: Skill, finding: dict[str, Any]) -> list[Rewrite] | str:
+        """The skill's rewrites, after those of its enablers that act here; an enabler alone is not worth a series."""
+        sources, before = dict(ctx.sources), []
+        for name in (n for n in skill.enablers if n in self.skills):
+            enabler = self.skills[name]
+            answer = skillbook.run(enabler, sources, {**finding, "params": enabler.variants()[0]})
+            if not isinstance(answer, str):
+                before += [dataclasses.replace(r, predicted_us=0.0) for r in answer]
+                sources = answer[-1].after
+        answer = skillbook.run(skill, sources, finding)
+        return answer if isinstance(answer, str) else [*before, *answer]
 
 
 def _variants(skill: Skill, entry: Entry | None) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Record the decode step once per bucket of batch sizes as a CUDA graph, and launch that instead of its kernels.
 
-A series, each member passing alone: run the model without autograd; attention that reads no length on the host; the
-graphs. Members that are there already are left out. Looked for: a runner whose method turns a plan of context and
-generation items into logits by `prepare`, the model and `compute_logits`.
+A series, each member passing alone: attention that reads no length on the host; the graphs. The first is left out where
+it is there already. Looked for: a runner whose method turns a plan of context and generation items into logits by
+`prepare`, the model and `compute_logits`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from engine.request import GenerationItem, StepPlan
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32)
 LEAST_PAGES = 64  # width of the page tables; it doubles when a sequence needs more
+PATIENCE = 8  # steps of a new size that borrow a larger graph before they get their own
 
 
 class _Step:
@@ -66,8 +67,10 @@ class DecodeGraphs:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.steps: dict[tuple[int, int], _Step] = {}
+        self.wanted = dict.fromkeys(BUCKETS, 0)
         self.pool: Any = None  # shared: one graph runs at a time
 
+    @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """[G, vocab] of a step without prompts, valid until the next call; None when the caller must compute it."""
         items = plan.generation
@@ -76,8 +79,12 @@ class DecodeGraphs:
         size = next(bucket for bucket in BUCKETS if bucket >= len(items))
         pages = max(len(item.block_table) for item in items)
         key = size, max(LEAST_PAGES, 1 << (pages - 1).bit_length())
+        larger = [k for k in self.steps if k[0] >= size and k[1] >= pages]
+        self.wanted[size] += 1
+        if larger and key not in self.steps and self.wanted[size] < PATIENCE:
+            key = min(larger)
         step = self.steps.get(key) or _Step(*key, self.runner.tp.device)
-        step.fill([*items, *items[:1] * (size - len(items))], self.runner.newest, self.runner.block_size)
+        step.fill([*items, *items[:1] * (step.size - len(items))], self.runner.newest, self.runner.block_size)
         if step.graph is None:
             self.capture(step, plan)
             self.steps[key] = step
@@ -116,13 +123,6 @@ def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
         return {"declined": place}
     series: list[dict] = []
     now = dict(sources)
-    bare = gpu.unguarded(now)
-    if bare:
-        if len(bare) > 3:
-            return {"declined": f"the model is called without a guard in {len(bare)} files"}
-        changed = gpu.guard(now, bare)
-        now |= changed
-        series.append(_member(changed, "Run the model without recording for autograd", 0.0, "nothing here needs a gradient"))
     changed = gpu.paged_attention(now)
     if isinstance(changed, str):
         if "already" not in changed:
