@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
+import browser
 import pytest
+from build_run import PLANS, LedgerBuilder, build_run
 from starlette.testclient import TestClient
-
-for folder in ("", "reports"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
-import browser  # pyright: ignore[reportMissingImports]
-from build_run import PLANS, LedgerBuilder, build_run  # pyright: ignore[reportMissingImports]
 
 from optimizer import localweb, report_web
 from reports import html

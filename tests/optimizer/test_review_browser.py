@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import browser
 import pytest
 import review_desk
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import browser  # pyright: ignore[reportMissingImports]
 
 from optimizer import localweb, review_web
 from optimizer.knowledge import Blueprint, Status
