@@ -35,6 +35,7 @@ class Skill:
     path: Path
     text: str  # SKILL.md without the front matter
     answers: tuple[str, ...] = ()
+    enablers: tuple[str, ...] = ()  # skills that make this one possible: tried before it, in one series
     metadata: Mapping[str, Any] = field(default_factory=dict)
     codemod: Callable[[dict[str, str], dict[str, Any]], Any] | None = None
     params: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -82,18 +83,23 @@ def load(path: Path) -> Skill:
     metadata = head.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise SkillError(f"{path}/SKILL.md: `metadata` must be a mapping")
-    answers = metadata.get("answers", "")
     codemod, params = _load_codemod(path)
     return Skill(
         name=name,
         description=description.strip(),
         path=path,
         text=body,
-        answers=tuple(answers.replace(",", " ").split()) if isinstance(answers, str) else tuple(answers),
+        answers=_names(metadata.get("answers", "")),
+        enablers=_names(metadata.get("enablers", "")),
         metadata=metadata,
         codemod=codemod,
         params=params,
     )
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """A list of names, written as one or as words."""
+    return tuple(value.replace(",", " ").split()) if isinstance(value, str) else tuple(map(str, value))
 
 
 def _front_matter(path: Path, text: str) -> tuple[dict[str, Any], str]:

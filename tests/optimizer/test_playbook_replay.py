@@ -147,6 +147,20 @@ def test_a_codemod_may_answer_with_a_series(tmp_path: Path) -> None:
     assert after["a.py"] == "X = 1\nY = 2\nZ = 3\n"
 
 
+def test_enablers_that_act_come_first_in_one_series_and_never_alone(tmp_path: Path) -> None:
+    needs = "def propose(s, f):\n    if 'HELPER' not in s['a.py']:\n        return {'declined': 'needs helper'}\n    return {'sources': {'a.py': s['a.py'] + 'WIN = 1\\n'}}\n"
+    skill(tmp_path, "helper", answers="none")
+    skill(tmp_path, "win", code=needs)
+    file = tmp_path / "win/SKILL.md"
+    file.write_text(file.read_text().replace("  answers: rule\n", "  answers: rule\n  enablers: helper\n"))
+    series = propose(tmp_path, finding())
+    assert [(p.mechanism, p.predicted_us) for p in series.patches] == [("helper", 0.0), ("win", 100.0)]
+    already = propose(tmp_path, finding(), sources={"a.py": "X = 1\nHELPER = 0\n"})
+    assert [p.mechanism for p in already.patches] == ["win"]
+    file.with_name("codemod.py").write_text("def propose(s, f):\n    return {'declined': 'not here'}\n")
+    assert isinstance(propose(tmp_path, finding()), Declined)
+
+
 def test_broken_folders_are_errors_that_name_themselves(tmp_path: Path) -> None:
     skill(tmp_path / "a", "mine", code="x = \n")
     with pytest.raises(SkillError, match=r"mine/codemod\.py: cannot be loaded: SyntaxError"):
