@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from optimizer import state
+from optimizer import rules, state
 from optimizer.ledger import Line
 from optimizer.run import Limits
 from optimizer.types import Protocol
 
 HEADLINE_S = 90.0  # set aside for the headline, but never more than a quarter of the budget
 REPORT_S = 15.0  # the report is written after the last pair, within the budget too
-# Before any gate has been timed: launches of the gates, in pairs (a pair is two launches).
-UNTIMED_GATES_PAIRS = 5
+# Before any gate has been timed: what the gates launch, in pairs (a pair is two launches).
+UNTIMED_GATES_PAIRS = 3
 
 
 @dataclass(slots=True)
@@ -27,7 +27,6 @@ class Costs:
     pair: float | None = None  # the latest three, mean
     gates: float | None = None  # quick and full of the dearest attempt that passed the quick ones
     capture: float | None = None
-    pairs_used: int | None = None  # of the dearest attempt that reached its confirmation
 
 
 def measured(lines: Sequence[Line]) -> Costs:
@@ -45,8 +44,6 @@ def measured(lines: Sequence[Line]) -> Costs:
         gates = [g for g in attempt.data("gate") if g["gate"] != "all"]
         if any(g["stage"] == "full" for g in gates):
             costs.gates = max(costs.gates or 0.0, sum(g["seconds"] for g in gates))
-        if attempt.data("confirmed"):
-            costs.pairs_used = max(costs.pairs_used or 0, len(attempt.data("pair")))
     return costs
 
 
@@ -83,12 +80,14 @@ class Budget:
         return self.total_s - self.spent_s() - (self.reserve_s() if reserve else 0.0)
 
     def attempt_s(self) -> float:
-        """What a whole attempt would take, by the measured cost of pairs, gates and captures so far."""
+        """What an attempt that is accepted at its earliest looks would take, by the costs measured so far.
+
+        One that needs more pairs is stopped between two of them when the time is up.
+        """
         costs = measured(self.lines())
         pair = costs.pair or 0.0
-        plan = self.protocol.screen_pairs + self.protocol.decide_pairs + self.protocol.confirm_pairs
         gates = UNTIMED_GATES_PAIRS * pair if costs.gates is None else costs.gates
-        return (costs.pairs_used or plan) * pair + gates + (costs.capture or 0.0)
+        return rules.fewest_pairs(self.protocol) * pair + gates + (costs.capture or 0.0)
 
     def pair_s(self) -> float:
         return measured(self.lines()).pair or 0.0

@@ -98,6 +98,13 @@ def stage_pairs(protocol: Protocol, stage: Stage) -> int:
     }[stage]
 
 
+def fewest_pairs(protocol: Protocol) -> int:
+    """Pairs of a candidate that passes every stage at its first look."""
+    stages = (Stage.SCREEN, Stage.DECIDE, Stage.CONFIRM)
+    first = {stage: rule_of(protocol).looks[stage][0].n for stage in stages}
+    return sum(min(first[stage] or planned, planned) for stage in stages for planned in [stage_pairs(protocol, stage)])
+
+
 def stage_outcome(
     rule: Rule, stage: Stage, planned: int, g: stats.Array, margin: stats.ArrayLike, sd: stats.ArrayLike, df: float
 ) -> tuple[NDArray[np.int8], stats.Array, NDArray[np.int64]]:
