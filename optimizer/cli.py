@@ -62,6 +62,7 @@ def optimize(
     accept_numeric_drift: Annotated[bool, typer.Option("--accept-numeric-drift", help="do not park patches whose tokens differ within the tolerance band")] = False,
     agent_option: Annotated[list[str] | None, typer.Option("--agent-option", help="KEY=VALUE for the agent, e.g. model=NAME; may be repeated")] = None,
     trust_skills: Annotated[list[Path] | None, typer.Option("--trust-skills", help="a further folder of skills; its code runs in this process")] = None,
+    skills: Annotated[str, typer.Option("--skills", help="only these of the playbook's skills: a,b; all if left out")] = "",
     engine_args: Annotated[str, typer.Option("--engine-args", help="more arguments for the engine, the same in every arm: '--num-kv-blocks 4096'")] = "",
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="where this run is kept; runs/<id> if left out")] = None,
     runs: Runs = RUNS,
@@ -73,7 +74,7 @@ def optimize(
         metric=target, goal=goal, target_dir=target_dir, python=python, tp=tp, model=model, device=device,
         devices=devices, agent=agent, protocol=protocol, attempts=attempts, budget_minutes=budget_minutes,
         max_rejections=max_rejections, max_usd=max_usd, gpu_minutes=gpu_minutes, seed=seed,
-        unsafe_no_sandbox=unsafe_no_sandbox, accept_numeric_drift=accept_numeric_drift, run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()), engine_args=engine_args,
+        unsafe_no_sandbox=unsafe_no_sandbox, accept_numeric_drift=accept_numeric_drift, run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()), engine_args=engine_args, skills=skills,
         agent_options=tuple(agent_option or ()),
     )  # fmt: skip
     from optimizer import session

@@ -58,6 +58,7 @@ class Options:
     run_dir: Path | None = None
     runs: Path = Path("runs")
     trust_skills: tuple[Path, ...] = ()
+    skills: str = ""  # names, comma-separated: all others stay out
     engine_args: str = ""  # for every arm: such as a fixed size of the KV cache, so that memory can be compared
     agent_options: tuple[str, ...] = ()  # KEY=VALUE
 
@@ -230,8 +231,18 @@ def _agent_options(options: Options) -> dict[str, Any]:
     for folder in options.trust_skills:
         if not folder.is_dir():
             raise Refused(f"--trust-skills {folder}: no such folder")
+    if options.skills:
+        if options.agent != "playbook":
+            raise Refused(f"--skills {options.skills}: only the playbook has skills to choose from, not {options.agent}")
+        found["only"] = [name.strip() for name in options.skills.split(",")]
     if options.trust_skills:
         found["folders"] = [str(folder.resolve()) for folder in options.trust_skills]
+    if found.get("only"):
+        from optimizer.proposers.skillbook import BUILT_IN
+
+        known = {path.parent.name for folder in (BUILT_IN, *options.trust_skills) for path in folder.glob("*/SKILL.md")}
+        if unknown := sorted(set(found["only"]) - known):
+            raise Refused(f"--skills: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return found
 
 
