@@ -37,9 +37,10 @@ def stored(device: str, tp: int) -> list[Analysis]:
 
 
 def published() -> Any | None:
-    """Tokens per second that others published, with their hardware; None when the table is not there."""
+    """Tokens per second that others published, the first figure of each engine and mode; None without the table."""
     try:
-        rows = [row for row in baselines.published() if row.tok_s is not None]
+        first = {(row.engine, row.mode): row for row in reversed(baselines.published()) if row.tok_s is not None}
+        rows = reversed(first.values())
     except (OSError, ValueError, KeyError):
         return None
     table = Table(

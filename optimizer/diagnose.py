@@ -16,6 +16,9 @@ from trace_diff.analysis import Analysis
 from trace_diff.ingest import TraceError
 
 
+SHOWN_FINDINGS = 8  # on the terminal; the report has all
+
+
 class DiagnoseError(Exception):
     """The incumbent's own traces cannot be read or hold no decode step: the loop has nothing to go by."""
 
@@ -88,4 +91,4 @@ def _rows(analysis: Analysis) -> tuple[dict[str, float], ...]:
 def _drawn(diff: Any, analyses: list[Analysis], findings: Sequence[Any]) -> tuple[Any, ...]:
     from reports import terminal  # rich and jinja: only where something is drawn
 
-    return (terminal.side_by_side(diff, analyses), terminal.findings(findings))
+    return (terminal.side_by_side(diff, analyses), terminal.findings(findings, limit=SHOWN_FINDINGS))

@@ -79,6 +79,9 @@ def findings(found: Iterable[Finding], *, limit: int | None = None) -> Renderabl
         parts.append(Text("  nothing found that a rule looks for"))
     for f in hits[:limit]:
         parts.append(_finding(f))
+    smaller = hits[limit:] if limit is not None else []
+    if smaller:
+        parts.append(Text(f"  and {len(smaller)} smaller: {', '.join(f.id for f in smaller)}", style="dim"))
     blind = [f for f in ordered if f.status == "could_not_look"]
     parts += [Text(f"  could not look: {f.rule} needs {short(', '.join(f.missing), 120)}", style="dim") for f in blind]
     silent = [f.title for f in ordered if f.status == "not_found"]
