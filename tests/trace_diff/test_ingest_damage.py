@@ -14,7 +14,7 @@ import pytest
 from build import Build, decode_steps
 
 from trace_diff import summary
-from trace_diff.ingest import gather, load
+from trace_diff.ingest import TraceError, gather, load
 from trace_diff.ingest import reader as reader_module
 from trace_diff.ingest.mend import Unmendable, mend
 from trace_diff.types import Kind
@@ -152,6 +152,58 @@ def test_t05_a_file_cut_anywhere_gives_its_complete_events(tmp_path):
         starts_after = cut > array_end
         assert len(trace.events) == (complete if not starts_after else 8), cut
         assert trace.notes.truncated, cut
+
+
+def test_t05_a_cut_inside_nested_arguments_adds_no_phantom_events(tmp_path):
+    build = Build()
+    for i in range(4):
+        inner = [{"ph": "X", "name": f"inner {j}", "ts": 1, "dur": 1} for j in range(30)]
+        build.event("cpu_op", f"op {i}", i * 100, 50, args={"list": inner, "last": 1})
+    data = build.text().encode()
+    ends = [data.index(b'"last": 1}}', m) + 11 for m in _find_all(data, b'"op ', 0)]
+    for cut in range(ends[1] - 50, ends[3] + 1, 7):
+        trace = _load(tmp_path, data[:cut])
+        assert [trace.name(i) for i in range(len(trace.events))] == [f"op {i}" for i in range(sum(e <= cut for e in ends))]
+        assert trace.notes.truncated
+
+
+def test_nested_objects_that_look_like_events_are_no_events_in_damaged_text(tmp_path, monkeypatch):
+    for chunk in (400, 5000, 1 << 19):
+        monkeypatch.setattr(reader_module, "CHUNK", chunk)
+        build = Build()
+        for i in range(6):
+            inner = [{"ph": "X", "name": f"inner {j}", "ts": 1, "dur": 1} for j in range(40)]
+            build.event("cpu_op", f"op {i}", i * 100, 50, args={"list": inner, "bad": "MARK" if i == 3 else ""})
+        trace = _load(tmp_path, build.text().replace('"MARK"', "NaN"))
+        assert sorted(trace.name(i) for i in range(len(trace.events))) == [f"op {i}" for i in range(6)]
+        assert (trace.notes.repaired, trace.notes.lost) == (1, 0)
+        assert len(trace.args(3)["list"]) == 40
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_corruption_of_bytes_makes_loading_fail(tmp_path, seed):
+    """Whatever happens to the bytes, a load ends, raises nothing but its own error, and makes no negative time."""
+    rng = random.Random(seed)
+    data = bytearray(decode_steps(Build(), count=6).text(indent=seed % 2 == 0).encode())
+    for _ in range(rng.randrange(1, 12)):
+        at, n = rng.randrange(len(data)), rng.randrange(1, 30)
+        kind = rng.randrange(4)
+        if kind == 0:
+            data[at] = rng.randrange(256)
+        elif kind == 1:
+            del data[at : at + n]
+        elif kind == 2:
+            data[at:at] = bytes(rng.choice(b'{}[]",:\\ \n0x\xff') for _ in range(n))
+        else:
+            data[at : at + n] = data[:n]
+    try:
+        trace = _load(tmp_path, bytes(data))
+    except TraceError:
+        return
+    assert (trace.events.dur_ns >= 0).all()
+    shown = summary.rank(trace)
+    for step in shown["steps"]:
+        assert sum(step["parts"].values()) == step["wall_ns"]
 
 
 def _find_all(data: bytes, what: bytes, start: int) -> list[int]:

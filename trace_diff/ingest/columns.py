@@ -62,7 +62,7 @@ def whole(values: list[Any], big: Big) -> Ints:
 def _whole(value: Any, big: Big) -> int:
     if isinstance(value, str):
         text = value.strip()
-        if not text.lstrip("-").isdigit():
+        if not (text.isascii() and text.lstrip("-").isdigit()):
             return -1 if not text else big[text]
         value = int(text)
     if isinstance(value, float) and value.is_integer():

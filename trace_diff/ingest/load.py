@@ -203,7 +203,7 @@ def _plain(value: Any) -> int | str:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     text = str(value)
-    return int(text) if text.isdigit() and len(text) < 19 else text
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else text
 
 
 def _places(
@@ -225,6 +225,6 @@ def _digits(value: int | str) -> int:
         return value if abs(value) < 1 << 31 else -1
     tail = value.rstrip()
     k = len(tail)
-    while k and tail[k - 1].isdigit():
+    while k and "0" <= tail[k - 1] <= "9":
         k -= 1
     return int(tail[k:]) if 0 < len(tail) - k < 10 else -1

@@ -7,6 +7,7 @@ not UTF-8, NaN and inf, values left out, stray commas, a cut in the middle. Not 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,7 +20,7 @@ _START = re.compile(rb'[,\[}]\s*(\{)\s*"(?:' + _KEYS + rb')"\s*:')
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _ARRAY_END = re.compile(rb'\}\s*,?\s*(\])\s*(?:,\s*"[^"\\]+"\s*:|\}\s*$|$)')
 _GROUP = 64
-_JOINS = 8
+_FAR = 1 << 23  # bytes: an event that is not complete within them is damaged
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ def salvage(text: bytes, final: bool) -> Salvage:
         j = min(i + _GROUP, limit)
         if not _group(text[bounds[i] : bounds[j]], out):
             while i < j and out.array_end < 0 and not out.cut:
-                following = _segment(text, bounds, i, limit, final, out)
+                following = _segment(text, bounds, i, final, out)
                 if following == i:  # its end is not here yet
                     out.used = bounds[i]
                     return out
@@ -81,46 +82,56 @@ def _group(text: bytes, out: Salvage) -> bool:
     return False
 
 
-def _segment(text: bytes, bounds: list[int], i: int, limit: int, final: bool, out: Salvage) -> int:
+def _segment(text: bytes, bounds: list[int], i: int, final: bool, out: Salvage) -> int:
     """Read the element that starts at bounds[i]; return the index of the next one, or i where more text is needed."""
-    base = bounds[i]
-    segment = text[base : bounds[i + 1]].rstrip(b" \t\r\n,")
-    error = _try(segment, base, out)
-    if error is None:
-        return i + 1
-    if "truncated" in error:  # perhaps a start was guessed inside a string or an argument
-        for k in range(2, _JOINS):
-            if i + k > limit:
-                if not final:
-                    return i
-                break
-            joined = text[base : bounds[i + k]].rstrip(b" \t\r\n,")
-            if "truncated" not in (problem := _try(joined, base, out) or ""):
-                if problem == "":
-                    return i + k
-                break
+    base, reach = bounds[i], 1
+    while True:
+        stop = bounds[min(i + reach, len(bounds) - 1)]
+        end, problem = _try(text[base:stop].rstrip(b" \t\r\n,"), base, out)
+        if problem is None:
+            return bisect_left(bounds, base + end, i + 1)
+        if "truncated" not in problem or stop - base > _FAR:
+            break
+        if stop == len(text):
+            if not final:
+                return i
+            if _mend(text, base, stop, out) < 0:
+                out.lost += 1
+                out.cut = True
+            return len(bounds) - 1
+        reach *= 2  # starts were guessed inside a string or an argument: the event is longer
+    for limit in (i + 1, i + _GROUP):
+        end = _mend(text, base, bounds[min(limit, len(bounds) - 1)], out)
+        if end >= 0:
+            return bisect_left(bounds, base + end, i + 1)
+    _give_up(text[base : bounds[i + 1]], base, final and i + 2 == len(bounds), out)
+    return i + 1
+
+
+def _mend(text: bytes, base: int, stop: int, out: Salvage) -> int:
+    """Read the element at `base` with the tolerant scanner; its length, or -1 where that fails too."""
+    segment = text[base:stop].rstrip(b" \t\r\n,")
     try:
         mended, end, count = mend(segment)
         event = decode_event(mended)
     except (Unmendable, msgspec.DecodeError, UnicodeDecodeError):
-        _give_up(segment, base, final and i + 1 == limit, out)
-        return i + 1
+        return -1
     _keep(event, mended, out)
     out.repaired += count
     _after(segment, end, base, out)
-    return i + 1
+    return end
 
 
-def _try(segment: bytes, base: int, out: Salvage) -> str | None:
-    """Strict reading. None when the event was kept, else the decoder's complaint."""
+def _try(segment: bytes, base: int, out: Salvage) -> tuple[int, str | None]:
+    """Strict reading: (length of the event, None) when it was kept, else (0, the decoder's complaint)."""
     try:
         event, end = _first(segment)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return str(error)
+        return 0, str(error)
     _keep(event, segment[:end], out)
     if end < len(segment):
         _after(segment, end, base, out)
-    return None
+    return end, None
 
 
 def _first(segment: bytes) -> tuple[Event, int]:
