@@ -2,7 +2,7 @@
 
 Host rows belong to the step during which they began; device rows to the step of their launch, wherever they run.
 The wall window follows the device: it begins when the step's annotation has begun *and* earlier steps' device work
-is done, and ends where the next window begins. In a steady engine that is the period of a token; where work is
+is done (or its own kernels run beside it), and ends where the next window begins. In a steady engine that is the period of a token; where work is
 pipelined (the device runs behind the host) it is the device's own period. Not for: accounts (attribute).
 """
 
@@ -115,7 +115,8 @@ def _steps(trace: Trace, marks: list[Mark]) -> list[Step]:
     end = events.ts_ns + events.dur_ns
     last_work, first_work = _device_bounds(owner, tied, events.ts_ns, end, len(marks))
     begin = np.minimum(np.array([m.start for m in marks], np.int64), first_work)  # a skewed clock starts work early
-    begin[1:] = np.maximum(begin[1:], np.maximum.accumulate(last_work)[:-1])
+    earlier = np.minimum(np.maximum.accumulate(last_work)[:-1], _first_kernels(trace, owner, len(marks))[1:])
+    begin[1:] = np.maximum(begin[1:], earlier)
     begin = np.maximum.accumulate(begin)
     order = np.argsort(owner, kind="stable")
     bounds = np.searchsorted(owner[order], np.arange(len(marks) + 1))
@@ -169,6 +170,18 @@ def _device_bounds(owner: Ints, tied: Links, start: Ints, end: Ints, count: int)
     np.maximum.at(last, owner[rows], end[rows])
     np.minimum.at(first, owner[rows], start[rows])
     return last, first
+
+
+def _first_kernels(trace: Trace, owner: Ints, count: int) -> Ints:
+    """Start of each step's first kernel; the largest integer where it has none.
+
+    Where a step's kernels begin while earlier work still runs (a collective on another stream), it has begun.
+    """
+    first = np.full(count, np.iinfo(np.int64).max, np.int64)
+    rows = trace.rows(Kind.KERNEL)
+    rows = rows[owner[rows] >= 0]
+    np.minimum.at(first, owner[rows], trace.events.ts_ns[rows])
+    return first
 
 
 def _host_ends(trace: Trace, marks: list[Mark], owner: Ints) -> Ints:

@@ -88,6 +88,18 @@ def test_work_belongs_to_the_step_that_launched_it_wherever_it_runs(tmp_path):
     assert account.gpu_busy_ns == 70_000
 
 
+def test_work_of_an_earlier_step_on_another_stream_does_not_swallow_a_step(tmp_path):
+    build = Build()
+    for k in range(4):
+        at = k * 100_000
+        build.mark(f"ProfilerStep#{k}", at, 90_000).launch("gemm", at + 2_000, at + 8_000, 80_000, 2 * k + 1)
+        build.launch("ncclDevKernel_AllReduce", at + 3_000, at + 60_000, 130_000, 2 * k + 2, stream=20)
+    trace = _trace(tmp_path, build)
+    assert [s.wall_ns for s in steps(trace)][:3] == [108_000, 100_000, 100_000]
+    for step in steps(trace)[:3]:
+        assert breakdown(trace, step).parts["gpu.gemm"] == 80_000
+
+
 def test_t47_the_device_side_annotation_does_not_bound_the_step(tmp_path):
     build = decode_steps(Build())
     for k in range(4):
