@@ -116,7 +116,8 @@ class _Real:
         from optimizer.tryout import try_out
 
         want = self.run.request
-        self._proposer = self._proposer or get(want.agent, **want.options)
+        here = {"device": want.device} if want.agent == "playbook" else {}
+        self._proposer = self._proposer or get(want.agent, **here, **want.options)
         context = ProposeContext(
             sources=question.sources,
             findings=question.findings,

@@ -27,18 +27,24 @@ AGAIN_WHEN_FASTER = 0.8  # an effect too small to see may show once the rest of 
 
 class Playbook:
     """See the module docstring. `folders`: further reviewed skill folders, after the built-in ones. `only`: names of
-    the skills to use; all where it is empty. Raises ValueError for a name that is not there."""
+    the skills to use; all where it is empty. `device`: skills made for others only are left out. Raises ValueError for a
+    name that is not there."""
 
     name = "playbook"
 
     def __init__(
-        self, folders: Iterable[Path | str] = (), built_in: Path | None = skillbook.BUILT_IN, only: Iterable[str] = ()
+        self,
+        folders: Iterable[Path | str] = (),
+        built_in: Path | None = skillbook.BUILT_IN,
+        only: Iterable[str] = (),
+        device: str | None = None,
     ) -> None:
         known = skillbook.load_all([*([built_in] if built_in else []), *map(Path, folders)])
         names = tuple(only) or tuple(known)
         if unknown := sorted(set(names) - known.keys()):
             raise ValueError(f"unknown skills {', '.join(unknown)}; known: {', '.join(known)}")
-        self.skills = {name: skill for name, skill in known.items() if name in names}
+        fits = {name for name, skill in known.items() if device is None or device in skill.devices}
+        self.skills = {name: skill for name, skill in known.items() if name in names and name in fits}
 
     def propose(self, ctx: ProposeContext) -> Series | Declined:
         """The first series worth trying, or every reason why there is none."""

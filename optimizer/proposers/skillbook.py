@@ -40,6 +40,11 @@ class Skill:
     codemod: Callable[[dict[str, str], dict[str, Any]], Any] | None = None
     params: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices on which it can act; both where it does not say."""
+        return tuple(str(self.metadata.get("devices") or "cpu cuda").split())
+
     def variants(self) -> list[dict[str, Any]]:
         """Every combination of parameters; the first is the skill's own choice."""
         names = list(self.params)
