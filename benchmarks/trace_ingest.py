@@ -1,6 +1,6 @@
 """How fast and how small loading and analysing traces is, beside the peers, on the same files in the same session.
 
-    python -m benchmarks.trace_ingest [--peers] [--gigabyte] [--ranks] [FILES...]
+    python -m benchmarks.trace_ingest [--peers] [--gigabyte] [--ranks] [--findings] [FILES...]
 
 Prints a table of CPU seconds (user and system, best of three) and peak memory. Without FILES it takes the largest
 traces of the reference folder beside the checkout. `--peers` installs Holistic Trace Analysis 0.5.0 and AMD TraceLens
@@ -199,12 +199,29 @@ def eight_ranks() -> None:
         print(f"{count} ranks of {first.stat().st_size / 1e6:.0f} MB, 2 processes: {float(wall):.2f} s wall, {float(cpu):.2f} CPU s")
 
 
+def findings() -> None:
+    """Target: a 3 MB trace from file to ranked findings in 3 s, start of the interpreter included."""
+    path = SHARED / "baselines" / "cpu_vllm" / "eager_tp1_rank0.pt.trace.json.gz"
+    code = (
+        "import sys\nfrom trace_diff.ingest import load_many\nfrom trace_diff.api import analyse, find\n"
+        "print(len(find(analyse(load_many(sys.argv[1], 'one')))))"
+    )
+    best = 1e9
+    for _ in range(3):
+        before, begin = os.times(), time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=REPO, check=True)
+        after, wall = os.times(), time.perf_counter() - begin
+        best = min(best, after.children_user + after.children_system - before.children_user - before.children_system)
+    print(f"{_size(path):.1f} MB from file to {done.stdout.strip()} answers, start included: {best:.2f} CPU s, {wall:.2f} s wall")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--peers", action="store_true", help="also measure HTA and TraceLens")
     parser.add_argument("--gigabyte", action="store_true", help="a synthetic trace of 1 GB")
     parser.add_argument("--ranks", action="store_true", help="eight ranks of 50 MB")
+    parser.add_argument("--findings", action="store_true", help="a small trace from file to findings")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     files = options.files or [SHARED / f for f in LARGEST if (SHARED / f).is_file()]
@@ -214,6 +231,8 @@ def main() -> None:
         gigabyte()
     if options.ranks:
         eight_ranks()
+    if options.findings:
+        findings()
 
 
 if __name__ == "__main__":
