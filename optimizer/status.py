@@ -37,7 +37,7 @@ def status(place: Path) -> RenderableType:
         rows.append(f"attempt {opened.number} is open, last line {last['kind']}")
     minutes = state.wall_s(lines) / 60
     rows.append(f"{len(state.attempts(lines))} attempts, {minutes:.1f} minutes, {state.usd(lines):.2f} USD")
-    rows.append(f"finished: {ended['data']['reason']}" if ended else "not finished")
+    rows.append(f"finished: {summary.clip(ended['data']['reason'])}" if ended else "not finished")
     return Group(*(Text(row) for row in rows), summary.table(lines))
 
 
