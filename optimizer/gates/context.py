@@ -60,6 +60,10 @@ class Lab:
     _server: Server | None = None
 
     @property
+    def on_gpu(self) -> bool:
+        return self.ctx.candidate.device != "cpu"
+
+    @property
     def tp(self) -> int:
         return self.ctx.candidate.tp
 

@@ -15,8 +15,8 @@ LENGTHS = (15, 17, 32, 48)
 
 
 def check(lab: Lab) -> GateResult:
-    sizes = [tp for tp in lab.ctx.target.tp if tp not in (1, lab.tp) and tp <= devices(lab)]
-    result = passed("parallel", "G12", f"TP 1 and {lab.tp} stand in other gates", sizes=[])
+    sizes = [] if lab.on_gpu else [tp for tp in lab.ctx.target.tp if tp not in (1, lab.tp)]
+    result = passed("parallel", "G12", "on GPUs only the TP that is optimised is started" if lab.on_gpu else "")
     for tp in sizes:
         setup = lab.setup(tp=tp)
         got = ask(lab.server(setup), [Request(p, 8) for p in lab.draw(f"tp{tp}", len(LENGTHS), LENGTHS)])
@@ -32,9 +32,3 @@ def check(lab: Lab) -> GateResult:
             return result
     return result
 
-
-def devices(lab: Lab) -> int:
-    """How many ranks this machine can hold: all on a CPU, one for each device on GPUs."""
-    if lab.ctx.candidate.device == "cpu":
-        return max(lab.ctx.target.tp)
-    return len(lab.ctx.candidate.devices) or lab.tp

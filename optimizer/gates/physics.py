@@ -17,7 +17,8 @@ from optimizer.types import GateResult, RejectReason, Stream
 
 SLACK = 0.5  # a pass may take half of the bound: caches, a better kernel than ours
 MOST_PER_PASS = 16  # tokens that one pass may bring by speculation
-NEW_TOKENS = 24
+NEW_TOKENS = 16
+PROMPTS = 3
 PREFILL = 384
 REPEAT_SHARE = 0.35  # a repeated prompt may save its prefill, not its decode passes
 
@@ -44,12 +45,15 @@ def check(lab: Lab) -> GateResult:
     setup = shapes.secret(lab)
     server = lab.server(setup)
     least = floor(lab, setup.tp)
-    short, long = lab.draw("physics", 2, [16, PREFILL], kinds=("random",))
-    stream = ask(server, [Request(short, NEW_TOKENS)])[0]
-    again = ask(server, [Request(short, NEW_TOKENS)])[0]
+    *short, long = lab.draw("physics", PROMPTS + 1, [16] * PROMPTS + [PREFILL], kinds=("random",))
+    fresh, again = [], []
+    for prompt in short:
+        fresh.append(ask(server, [Request(prompt, NEW_TOKENS)])[0])
+        again.append(ask(server, [Request(prompt, NEW_TOKENS)])[0])
     prefill = ask(server, [Request(long, 2)])[0]
-    pass_s, burst = passes(stream)
-    again_s, _ = passes(again)
+    # The fastest of several: other work on the machine only ever slows.
+    pass_s, again_s = (min(passes(s)[0] for s in streams) for streams in (fresh, again))
+    burst = max(passes(s)[1] for s in (*fresh, *again))
     ttft = (prefill.arrivals_ns[0] - prefill.sent_ns) / 1e9
     facts = {
         "pass_s": pass_s,
@@ -58,37 +62,28 @@ def check(lab: Lab) -> GateResult:
         "prefill_s": ttft,
         "prefill_floor_s": least.prefill_s,
     }
-    if again.token_ids != stream.token_ids:
-        return failed(
-            "physics", "G20", RejectReason.RACES, "the same prompt gave other tokens the second time", **facts
-        )
+    if any(a.token_ids != b.token_ids for a, b in zip(fresh, again, strict=True)):
+        scores = lab.oracle(setup).score([*fresh, *again])
+        if not all(score.ok for score in scores):
+            return failed(
+                "physics",
+                "G20",
+                RejectReason.RACES,
+                "the same prompt gave other tokens the second time",
+                **facts,
+            )
     if again_s < REPEAT_SHARE * pass_s:
         detail = f"a repeated prompt decodes at {again_s * 1e3:.3g} ms a pass, the first time at {pass_s * 1e3:.3g} ms"
         return failed("physics", "G09", RejectReason.PHYSICS, f"answers from memory: {detail}", **facts)
+    why = None
     if pass_s < SLACK * least.decode_s:
-        return parked(
-            "physics",
-            "G17",
-            RejectReason.PHYSICS,
-            f"{pass_s * 1e3:.3g} ms a pass; reading the weights takes {least.decode_s * 1e3:.3g} ms",
-            **facts,
-        )
-    if ttft < SLACK * least.prefill_s:
-        return parked(
-            "physics",
-            "G17",
-            RejectReason.PHYSICS,
-            f"prefill in {ttft * 1e3:.3g} ms; its products take {least.prefill_s * 1e3:.3g} ms",
-            **facts,
-        )
-    if burst > MOST_PER_PASS:
-        return parked(
-            "physics",
-            "G17",
-            RejectReason.PHYSICS,
-            f"{burst} tokens arrived at once, at most {MOST_PER_PASS} can come of one pass",
-            **facts,
-        )
+        why = f"{pass_s * 1e3:.3g} ms a pass; reading the weights takes {least.decode_s * 1e3:.3g} ms"
+    elif ttft < SLACK * least.prefill_s:
+        why = f"prefill in {ttft * 1e3:.3g} ms; its products take {least.prefill_s * 1e3:.3g} ms"
+    elif burst > MOST_PER_PASS:
+        why = f"{burst} tokens arrived at once, at most {MOST_PER_PASS} can come of one pass"
+    if why:
+        return parked("physics", "G17", RejectReason.PHYSICS, why, **facts)
     return passed("physics", "G17 G09", **facts)
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 
 from optimizer.client import Request
-from optimizer.gates import perturb, streams
+from optimizer.gates import perturb, shapes, streams
 from optimizer.gates.context import Failed, Lab, Setup, ask, failed, passed
 from optimizer.launch import Server
 from optimizer.types import GateResult, RejectReason
@@ -77,6 +77,9 @@ def _held_ranks(server: Server):
 
 
 def poisoned(lab: Lab) -> Setup:
+    """Hostile memory and a small cache on one rank. On GPUs it would be a third launch: the common one serves."""
+    if lab.on_gpu:
+        return shapes.secret(lab)
     return lab.setup(
         tp=1, probes=frozenset({"nan_fill", "no_cache_alloc"}), small_cache=bool(lab.ctx.target.small_cache)
     )
