@@ -12,7 +12,7 @@ from trace_diff import counts, device, host
 from trace_diff.comm_rows import calls
 from trace_diff.ingest.schema import WORK_KINDS
 from trace_diff.ingest.trace import Trace
-from trace_diff.intervals import cover, gaps, union
+from trace_diff.intervals import clip, minus, union
 from trace_diff.nesting import NESTED_KINDS, nesting
 from trace_diff.syncs import sync_points
 from trace_diff.types import Breakdown, Phase, Step
@@ -85,15 +85,17 @@ def _cpu_parts(trace: Trace, step: Step, track: int, collectives: Collectives | 
 
 def _in_helpers(trace: Trace, step: Step, track: int) -> int:
     """Time in which the step's thread has no row open while another thread runs a collective for it (gloo)."""
-    events, tree = trace.events, nesting(trace)
-    rows = np.array([c.row for c in calls(trace) if events.track[c.row] != track], np.int64)
-    if len(rows) == 0:
-        return 0
-    own = trace.rows(*NESTED_KINDS)
-    own = own[(events.track[own] == track) & (tree.depth[own] == 0)]
-    free = gaps(union(events.ts_ns[own], tree.end_ns[own]), step.start_ns, step.end_ns)
-    helpers = union(events.ts_ns[rows], events.ts_ns[rows] + events.dur_ns[rows])
-    return int(cover(helpers, free.starts, free.ends).sum())
+    key = f"helpers{track}"
+    if key not in trace.cache:
+        events, tree = trace.events, nesting(trace)
+        rows = np.array([c.row for c in calls(trace) if events.track[c.row] != track], np.int64)
+        own = trace.rows(*NESTED_KINDS) if len(rows) else rows
+        own = own[(events.track[own] == track) & (tree.depth[own] == 0)]
+        trace.cache[key] = minus(
+            union(events.ts_ns[rows], events.ts_ns[rows] + events.dur_ns[rows]),
+            union(events.ts_ns[own], tree.end_ns[own]),
+        )
+    return clip(trace.cache[key], step.start_ns, step.end_ns).total
 
 
 def _kernel_time(trace: Trace, step: Step) -> dict[str, int]:
