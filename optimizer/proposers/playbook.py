@@ -43,6 +43,7 @@ class Playbook:
         names = tuple(only) or tuple(known)
         if unknown := sorted(set(names) - known.keys()):
             raise ValueError(f"unknown skills {', '.join(unknown)}; known: {', '.join(known)}")
+        self.device = device  # codemods with a form for each read it
         fits = {name for name, skill in known.items() if device is None or device in skill.devices}
         self.skills = {name: skill for name, skill in known.items() if name in names and name in fits}
 
@@ -88,7 +89,7 @@ class Playbook:
             if blocked := _blocked(ctx, finding, skill.name, params):
                 why = blocked
                 continue
-            rewrites = self._rewrites(ctx, skill, {**_as_dict(finding), "params": params})
+            rewrites = self._rewrites(ctx, skill, {**_as_dict(finding), "params": params, "device": self.device})
             if isinstance(rewrites, str):
                 return rewrites
             series = _series(ctx, finding, rewrites, params)

@@ -1,8 +1,9 @@
-"""Send a tensor-parallel group's small CPU collectives through shared memory instead of a socket library.
+"""Send a tensor-parallel group's small collectives through memory that all ranks see, instead of a library's transport.
 
-Finds calls of torch.distributed's all_reduce, all_gather and broadcast by what the name resolves to, points
-them at a new module with the same signatures, and lets a `all_reduce_backend` entry of the server's metadata
-say so. The new module falls back to torch.distributed for everything that it does not do.
+Finds calls of torch.distributed's collectives by what the name resolves to, points them at a new module with the
+same signatures, and lets an `all_reduce_backend` entry of the server's metadata say so. On a CPU: all_reduce,
+all_gather and broadcast through shared memory. On GPUs: all_reduce by PyTorch's symmetric memory. Both fall back to
+torch.distributed for everything that they do not do.
 """
 
 from __future__ import annotations
@@ -118,14 +119,56 @@ def broadcast(tensor, src=None, group=None, async_op=False):
 '''
 
 
+GPU_MODULE = "symm_collectives"
+GPU_TEMPLATE = '''"""All-reduce of small tensors between the GPUs of one host by PyTorch's symmetric memory.
+
+One kernel per rank reads every peer's buffer and sums in rank order; it begins and ends with a barrier between the
+ranks, so one buffer per type is enough. Large, odd or other operations take torch.distributed. Buffers are made at the
+first call of a type: before any graph capture, which needs a warm-up anyway. Not for: several hosts.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+MAX_BYTES = @SLOT_KIB@ * 512  # above it a ring moves fewer bytes
+AVAILABLE = torch.cuda.is_available() and torch.cuda.device_count() > 1
+_buffers: dict = {}
+
+
+def _buffer(tensor, group):
+    key = (group, tensor.dtype)
+    if key not in _buffers:
+        made = symm_mem.empty(MAX_BYTES // tensor.element_size(), dtype=tensor.dtype, device=tensor.device)
+        symm_mem.rendezvous(made, group or dist.group.WORLD)
+        _buffers[key] = made
+    return _buffers[key][: tensor.numel()]
+
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    plain = AVAILABLE and op == dist.ReduceOp.SUM and not async_op and tensor.is_cuda and tensor.is_contiguous()
+    if not plain or tensor.nbytes > MAX_BYTES or tensor.nbytes % 16:
+        return dist.all_reduce(tensor, op, group, async_op)
+    flat = tensor.detach().view(-1)
+    mine = _buffer(tensor, group)
+    mine.copy_(flat)
+    name = (group or dist.group.WORLD).group_name
+    flat.copy_(torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", name))
+'''
+
+
 def propose(sources: dict[str, str], finding: dict) -> dict:
     """One patch; see the module docstring."""
-    if any(file.rsplit("/", 1)[-1] == f"{MODULE}.py" for file in sources):
-        return {"declined": f"{MODULE}.py is already there"}
+    for module in (MODULE, GPU_MODULE):
+        if any(file.rsplit("/", 1)[-1] == f"{module}.py" for file in sources):
+            return {"declined": f"{module}.py is already there"}
+    on_gpu = finding.get("device") == "cuda"
+    module, template = (GPU_MODULE, GPU_TEMPLATE) if on_gpu else (MODULE, TEMPLATE)
+    targets = {k: v for k, v in TARGETS.items() if v == "all_reduce" or not on_gpu}
     changed: dict[str, str] = {}
     for file in sorted(sources):
         if file.endswith(".py") and "all_reduce" in sources[file] and "torch" in sources[file]:
-            text = _redirect(file, sources)
+            text = _redirect(file, sources, module, targets)
             if text is not None:
                 changed[file] = text
     if not changed:
@@ -134,38 +177,39 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
         return {"declined": f"all_reduce is called in {len(changed)} files; gather the calls in one first"}
     home = next(iter(changed)).rpartition("/")[0]
     slot_kib = finding.get("params", {}).get("slot_kib", PARAMS["slot_kib"][0])
-    changed[f"{home}/{MODULE}.py".lstrip("/")] = TEMPLATE.replace("@SLOT_KIB@", str(slot_kib))
+    changed[f"{home}/{module}.py".lstrip("/")] = template.replace("@SLOT_KIB@", str(slot_kib))
     if len(changed) < 1 + MAX_CALLERS:
-        changed.update(_metadata(sources, changed))
+        changed.update(_metadata(sources, changed, module))
     bound = finding.get("bound_us")
+    kernel, library = ("*one_shot_all_reduce*", "nccl*AllReduce*") if on_gpu else ("shm::all_reduce", "c10d::allreduce_")
     return {
         "sources": changed,
         "mechanism": "custom-all-reduce",
-        "title": "Meet in shared memory instead of over sockets",
+        "title": "Sum between GPUs by symmetric memory" if on_gpu else "Meet in shared memory instead of over sockets",
         "predicted_us": None if bound is None else 0.9 * bound,
         "invariants": ["every rank gets the same bits", "sums run in rank order", "other shapes and devices fall back"],
         "params": {"slot_kib": slot_kib},
         "activation": {
-            "appear": [{"row": "shm::all_reduce", "phase": "decode", "ranks": "all"}],
-            "vanish": [{"row": "c10d::allreduce_", "phase": "decode", "ranks": "all"}],
+            "appear": [{"row": kernel, "phase": "decode", "ranks": "all"}],
+            "vanish": [{"row": library, "phase": "decode", "ranks": "all"}],
         },
     }
 
 
-def _redirect(file: str, sources: dict[str, str]) -> str | None:
+def _redirect(file: str, sources: dict[str, str], module: str, targets: dict[str, str]) -> str | None:
     """The file with its calls pointed at the new module, or None when it has no plain all_reduce."""
     tree = cst.parse_module(sources[file])
     known = t.imports(tree)
     edits: dict[cst.CSTNode, object] = {}
     found: set[str] = set()
     for node in t.walk(tree):
-        name = TARGETS.get(t.qualified(node.func, known)) if isinstance(node, cst.Call) else None
+        name = targets.get(t.qualified(node.func, known)) if isinstance(node, cst.Call) else None
         if isinstance(node, cst.Call) and name is not None and _plain(node):
-            edits[node.func] = cst.Attribute(cst.Name(MODULE), cst.Name(name))
+            edits[node.func] = cst.Attribute(cst.Name(module), cst.Name(name))
             found.add(name)
     if "all_reduce" not in found:
         return None
-    return t.add_import(t.replace(tree, edits), t.sibling_import(file, sources, MODULE)).code
+    return t.add_import(t.replace(tree, edits), t.sibling_import(file, sources, module)).code
 
 
 def _plain(call: cst.Call) -> bool:
@@ -184,24 +228,24 @@ def _is_name(node: cst.BaseExpression, name: str) -> bool:
     return isinstance(node, cst.Name) and node.value == name
 
 
-def _metadata(sources: dict[str, str], changed: dict[str, str]) -> dict[str, str]:
+def _metadata(sources: dict[str, str], changed: dict[str, str], module: str) -> dict[str, str]:
     """The one dict entry "all_reduce_backend" of the sources, made to tell the truth; {} when there is none."""
     for file in sorted(sources):
         if not file.endswith(".py") or '"all_reduce_backend"' not in sources[file]:
             continue
-        replacer = _Backend()
+        replacer = _Backend(module)
         tree = cst.parse_module(changed.get(file, sources[file])).visit(replacer)
         if replacer.hits == 1:
-            return {file: (tree if file in changed else t.add_import(tree, t.sibling_import(file, sources, MODULE))).code}
+            return {file: (tree if file in changed else t.add_import(tree, t.sibling_import(file, sources, module))).code}
     return {}
 
 
 class _Backend(cst.CSTTransformer):
-    """{"all_reduce_backend": x} -> {"all_reduce_backend": "shm" if ... x == "gloo" else x}."""
+    """{"all_reduce_backend": x} -> {"all_reduce_backend": "shm" if ... x == "gloo" else x}, or as it is on GPUs."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
         super().__init__()
-        self.hits = 0
+        self.module, self.hits = module, 0
 
     def leave_DictElement(self, original_node: cst.DictElement, updated_node: cst.DictElement) -> cst.DictElement:
         key = original_node.key
@@ -209,5 +253,6 @@ class _Backend(cst.CSTTransformer):
             return updated_node
         self.hits += 1
         value = cst.Module([]).code_for_node(updated_node.value)
-        test = f'{MODULE}.AVAILABLE and {value} == "gloo"'
-        return updated_node.with_changes(value=cst.parse_expression(f'"shm" if {test} else {value}'))
+        old, new = ("nccl", "symm_mem") if self.module == GPU_MODULE else ("gloo", "shm")
+        test = f'{self.module}.AVAILABLE and {value} == "{old}"'
+        return updated_node.with_changes(value=cst.parse_expression(f'"{new}" if {test} else {value}'))
