@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from optimizer.client import ClientError
 from optimizer.gates import (
+    accounting,
     boot,
     drift,
     greedy,
@@ -58,6 +59,7 @@ QUICK: tuple[Gate, ...] = (
 FULL: tuple[Gate, ...] = (
     Gate("swap", "G14", shapes.swap),
     Gate("shapes", "G12", shapes.check),
+    Gate("accounting", "G11", accounting.check),
     Gate("physics", "G17", physics.check),
     Gate("drift", "G07", drift.check),
     Gate("sampling", "G13", sampling.check),

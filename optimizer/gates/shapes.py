@@ -18,7 +18,7 @@ from optimizer.launch import Server
 from optimizer.prompts import PAGE_LENGTHS
 from optimizer.types import GateResult, RejectReason, Stream
 
-BATCHES = (1, 2, 3, 5, 8, 33)
+BATCHES = (1, 2, 3, 5, 8, 17, 33, 66)
 QUICK_BATCHES = (1, 3, 8)
 LONG = 272  # generated tokens of the longest stream: more than 256
 LONGEST_PROMPT = {"cpu": 4096, "cuda": 16384}

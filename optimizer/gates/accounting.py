@@ -1,0 +1,85 @@
+"""G11: what a request asks for is what it gets: stop strings, least and most tokens, top-k of one.
+
+A stopped answer must be a prefix of the unstopped one, cut exactly before the stop string. Natural ends of text are
+`shapes.swap`'s. Not for: whether tokens are right (every stream is scored, but other gates look closer).
+"""
+
+from __future__ import annotations
+
+from optimizer import weights
+from optimizer.client import Request
+from optimizer.gates import shapes, streams
+from optimizer.gates.context import Failed, Lab, ask, passed
+from optimizer.launch import Server
+from optimizer.types import GateResult, RejectReason, Stream
+
+NEW_TOKENS = 24
+LEAST = 12
+
+
+def check(lab: Lab) -> GateResult:
+    setup = shapes.secret(lab)
+    server = lab.server(setup)
+    prompts = lab.draw("accounting", 4, [14, 22, 31, 17], kinds=("document", "random"))
+    whole = ask(server, [Request(p, NEW_TOKENS) for p in prompts])
+    one = ask(server, [Request(prompts[0], 1), Request(prompts[1], NEW_TOKENS, temperature=1.0, top_k=1)])
+    shapes.account([*whole, *one], [NEW_TOKENS] * len(whole) + [1, NEW_TOKENS])
+    stopped = _stops(lab, server, whole)
+    _least(lab, server, prompts[3])
+    scored = [*whole, *one, *(s for s in stopped if s.token_ids)]
+    result = streams.judge(
+        lab.oracle(setup).score(scored),
+        "accounting",
+        "G11 G08",
+        accept_numeric_drift=lab.ctx.accept_numeric_drift,
+    )
+    return (
+        passed("accounting", "G11", **(result.facts | {"stops": len(stopped)})) if result.passed else result
+    )
+
+
+def _fail(detail: str) -> Failed:
+    return Failed(RejectReason.TOKEN_ACCOUNTING, detail, "G11")
+
+
+def _stops(lab: Lab, server: Server, whole: list[Stream]) -> list[Stream]:
+    """The same prompts again, each with a stop string taken from its own answer."""
+    if streams.tokenizer_of(lab.ctx.candidate.model_dir) is None:
+        return []
+    chosen = [(stream, stop) for stream in whole if (stop := stop_in(stream.text))]
+    got = ask(server, [Request(s.prompt_ids, NEW_TOKENS, stop=(stop,)) for s, stop in chosen])
+    for stream, (full, stop) in zip(got, chosen, strict=True):
+        wanted = full.text[: full.text.find(stop)]
+        if stream.finish_reason != "stop":
+            raise _fail(f"a stop string was passed over: finish_reason {stream.finish_reason!r}")
+        if stream.text != wanted:
+            raise _fail(
+                f"text with a stop string has {len(stream.text)} characters, the answer before it {len(wanted)}"
+            )
+        if stream.token_ids != full.token_ids[: len(stream.token_ids)]:
+            raise _fail("a stop string changed the tokens before it")
+        if (stream.usage or {}).get("completion_tokens") != len(stream.token_ids):
+            raise _fail("usage of a stopped answer does not count its tokens")
+    return got
+
+
+def stop_in(text: str) -> str | None:
+    """Four characters from the second half of a text; none where there is nothing to cut there."""
+    for at in range(len(text) // 2, len(text) - 4):
+        piece = text[at : at + 4]
+        if "\ufffd" not in piece and piece.strip() and text.find(piece) >= 4:
+            return piece
+    return None
+
+
+def _least(lab: Lab, server: Server, prompt: tuple[int, ...]) -> None:
+    """`min_tokens` forbids end-of-text before it. An extension: a server may refuse it with a 4xx."""
+    ends = weights.eos_ids(lab.model_dir("secret"))
+    got = server.client.complete([Request(prompt, NEW_TOKENS, ignore_eos=False, min_tokens=LEAST)], 60.0)[0]
+    if got.error is not None and 400 <= (got.status or 0) < 500:
+        return
+    if wrong := streams.account(got, streams.Expected(NEW_TOKENS, ends)):
+        raise _fail(f"with min_tokens: {wrong}")
+    early = [i for i, token in enumerate(got.token_ids) if token in ends and i < LEAST]
+    if early or len(got.token_ids) < LEAST:
+        raise _fail(f"{len(got.token_ids)} tokens came with min_tokens {LEAST}; end-of-text at {early}")
