@@ -66,7 +66,8 @@ class Playbook:
             for order, skill in enumerate(self._answering(finding)):
                 entry = _entry_for(ctx.knowledge, skill)
                 proven = entry.expected_saving_us(ctx.budget.token_us) if entry else None
-                bound = finding.bound_us if finding.bound_us is not None else -1.0
+                reach = _reach(ctx, finding, skill)
+                bound = reach if isinstance(reach, float | int) else -1.0
                 saving = min(proven, bound) if proven is not None and bound >= 0 else proven
                 key = (saving is None, -(saving or 0.0), -bound, place, order)
                 pairs.append((key, finding, skill, entry))
@@ -79,6 +80,10 @@ class Playbook:
         return [*named, *volunteers]
 
     def _try(self, ctx: ProposeContext, finding: Finding, skill: Skill, entry: Entry | None) -> Series | str:
+        reach = _reach(ctx, finding, skill)
+        if isinstance(reach, str):
+            return reach
+        finding = dataclasses.replace(finding, bound_us=reach)
         bound, token_us = finding.bound_us, ctx.budget.token_us
         if finding.per == "token" and bound is not None and token_us and bound / token_us < ctx.budget.margin:
             return f"its bound of {bound:.1f} us is {bound / token_us:.2%} of a token, below the margin of {ctx.budget.margin:.2%}"
@@ -110,6 +115,23 @@ class Playbook:
                 sources = answer[-1].after
         answer = skillbook.run(skill, sources, finding)
         return answer if isinstance(answer, str) else [*before, *answer]
+
+
+def _reach(ctx: ProposeContext, finding: Finding, skill: Skill) -> float | str | None:
+    """What the skill could save of the finding at most, in the finding's unit, or why nothing.
+
+    A rule may name a skill that helps with it in passing (a host read can make the other ranks wait): then what the
+    skill itself answers must have been found too, and bounds it.
+    """
+    if not skill.answers or {finding.rule, finding.id} & set(skill.answers):
+        return finding.bound_us
+    own = [f for f in ctx.findings if f.status is Status.FOUND and {f.rule, f.id} & set(skill.answers)]
+    if not own:
+        return f"what it answers itself ({', '.join(skill.answers)}) was not found"
+    bounds = [f.bound_us for f in own if f.bound_us is not None and f.per == finding.per]
+    if not bounds:
+        return finding.bound_us
+    return max(bounds) if finding.bound_us is None else min(finding.bound_us, max(bounds))
 
 
 def _variants(skill: Skill, entry: Entry | None) -> list[dict[str, Any]]:

@@ -70,6 +70,17 @@ def test_what_cannot_reach_the_margin_is_not_tried(tmp_path: Path) -> None:
     assert isinstance(propose(tmp_path, finding(bound=25.0)), Series)
 
 
+def test_a_skill_named_in_passing_is_bounded_by_what_it_answers_itself(tmp_path: Path) -> None:
+    skill(tmp_path, "mine", answers="own", predicted=500.0)
+    waits = finding("waits", 900.0, skills=("mine",))
+    answer = propose(tmp_path, waits, finding("own", 40.0))
+    assert answer.patches[0].finding_ids == ("waits",) and answer.patches[0].predicted_us == 40.0
+    small = propose(tmp_path, waits, finding("own", 5.0))
+    assert isinstance(small, Declined) and "below the margin" in str(small)
+    alone = propose(tmp_path, waits)
+    assert isinstance(alone, Declined) and "what it answers itself (own) was not found" in str(alone)
+
+
 def item(**change: Any) -> HistoryItem:
     base: HistoryItem = {"attempt": 1, "verdict": "reject", "reason": "wrong_tokens", "mechanism": "mine", "finding_ids": ["rule"], "params": {}, "ast_hash": "other", "token_us": 1000.0}
     return {**base, **change}  # type: ignore[typeddict-item]
