@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -61,6 +62,46 @@ def findings() -> dict[Path, str]:
         f"{intro}\n\n| Rule | What it looks for | Answered by the skills |\n|---|---|---|\n" + "\n".join(rows) + "\n"
     )
     return pages
+
+
+def command_list() -> str:
+    """Every command of both programs with its options, as `--help` has them."""
+    import argparse
+
+    import typer.main
+
+    from optimizer.cli import app
+    from reports.trace_options import parser
+
+    parts = ["# Commands\n\nWritten by `python -m docs.generate` from the command lines themselves."]
+
+    def visit(command: Any, name: str) -> None:
+        rows = [(", ".join(o for o in p.opts if o.startswith("-")) or p.name, getattr(p, "help", "") or "") for p in command.params]
+        parts.append(_command(name, str(command.help or ""), [r for r in rows if r[0] != "--help"]))
+        for child, value in sorted(getattr(command, "commands", {}).items()):
+            visit(value, f"{name} {child}")
+
+    visit(typer.main.get_command(app), "optimize")
+    top = parser()
+    parts.append(_command("trace-diff", (top.description or "").split("\n\n")[0], []))
+    for action in top._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for child, value in action.choices.items():
+                rows = [(", ".join(a.option_strings) or str(a.dest), str(a.help or "")) for a in value._actions if a.dest != "help"]
+                parts.append(_command(f"trace-diff {child}", helps.get(child, ""), rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _prose(text: str) -> str:
+    """One paragraph; a placeholder such as <id> is no tag."""
+    return " ".join(text.split()).replace("<", "&lt;")
+
+
+def _command(name: str, words: str, rows: Sequence[tuple[str, str]]) -> str:
+    text = f"## {name}\n\n{_prose(words)}"
+    listed = "\n".join(f"- `{option}`" + (f": {_prose(about.replace('%%', '%'))}" if about else "") for option, about in rows)
+    return text + (f"\n\n{listed}" if listed else "")
 
 
 def gates() -> str:
@@ -139,7 +180,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 def pages() -> dict[Path, str]:
     """Every page that the code decides on, as it should be. Raises KeyError for a block that nobody writes."""
-    wanted = findings()
+    wanted = {**findings(), DOCS / "commands.md": command_list()}
     for path in sorted(DOCS.glob("*.md")):
         if path in wanted:
             continue

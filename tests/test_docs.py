@@ -34,11 +34,12 @@ def test_the_generator_notices_what_is_old_or_left_over(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     monkeypatch.setattr(generate, "findings", lambda: {tmp_path / "findings" / "a.md": "new\n"})
+    monkeypatch.setattr(generate, "command_list", lambda: "commands\n")
     monkeypatch.setattr(generate, "BLOCKS", {"x": lambda: "now"})
     (tmp_path / "findings").mkdir()
     (tmp_path / "findings" / "gone.md").write_text("old rule\n")
     (tmp_path / "page.md").write_text("words\n<!-- generated: x -->\nthen\n<!-- end -->\nmore\n")
-    assert generate.write() == ["findings/a.md", "findings/gone.md", "page.md"]
+    assert generate.write() == ["commands.md", "findings/a.md", "findings/gone.md", "page.md"]
     assert (tmp_path / "page.md").read_text() == "words\n<!-- generated: x -->\n\nnow\n\n<!-- end -->\nmore\n"
     assert generate.outdated() == [] and not (tmp_path / "findings" / "gone.md").exists()
 
@@ -54,6 +55,12 @@ def test_every_rule_has_a_page():
 def test_commands_and_links_of_a_page_exist(page, known):
     assert commands.faults(page.read_text("utf-8"), known) == []
     assert [name for name, place in commands.links(page) if not place.exists()] == []
+
+
+def test_the_list_of_commands_is_whole(known):
+    text = (REPO / "docs" / "commands.md").read_text("utf-8")
+    heads = set(re.findall(r"^## (.*)$", text, re.M))
+    assert heads == {" ".join((program, *path)) for program, tree in known.items() for path in tree}
 
 
 def test_a_command_that_is_not_there_is_noticed(known):
