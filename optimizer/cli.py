@@ -218,7 +218,7 @@ def verify(run: Which = None, runs: Runs = RUNS) -> None:
 
     checks = verifying.verify(find(runs, run))
     _rows((c.what, c.ok, c.detail, "") for c in checks)
-    raise typer.Exit(0 if all(c.ok for c in checks) else 1)
+    raise typer.Exit(1 if any(c.ok is False for c in checks) else 0)
 
 
 @app.command()

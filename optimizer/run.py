@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import shutil
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from optimizer.ledger import Ledger
 from optimizer.runrepo import GitError, RunRepo
+from optimizer.seal import SEAL
 from optimizer.serial import build, plain, write_json
 from optimizer.target import TargetError, parse_target
 from optimizer.types import LaunchSpec, Pair, Target
@@ -179,12 +181,20 @@ def create(runs: Path, request: Request, target: Target, directory: Path | None 
     snapshot = repo.create(target)
     values = {**plain(request), "root_commit": snapshot.commit, "snapshot_left_out": list(snapshot.left_out)}
     write_json(place / "run.json", values)
+    _keep_seal(place)
     request = build(Request, values)
     run = Run(place, request, target, Ledger(place / "ledger.jsonl"), repo)
     _context(run)
     shown = {k: v for k, v in values.items() if k != "prompt_key"}
     run.ledger.append("run_started", None, {**shown, "files": snapshot.files})
     return run
+
+
+def _keep_seal(place: Path) -> None:
+    """The seal that this run is judged under, for those who look at it under a later one."""
+    if SEAL.is_file():
+        (place / "seal").mkdir(exist_ok=True)
+        shutil.copyfile(SEAL, place / "seal" / "SEAL")
 
 
 def load(directory: Path) -> Run:

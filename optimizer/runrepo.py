@@ -86,8 +86,8 @@ class RunRepo:
     """`repo.git` and the trees beside it. All paths are relative to the target's root, with forward slashes."""
 
     def __init__(self, git_dir: Path, worktrees: Path) -> None:
-        self.git_dir = git_dir
-        self.worktrees = worktrees
+        self.git_dir = git_dir.resolve()  # git runs in its parent
+        self.worktrees = worktrees.resolve()
 
     # -- making it -------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -179,6 +180,25 @@ def test_a_commit_that_the_ledger_does_not_know_is_found(copy):
 
 def test_another_seal_is_found(copy, monkeypatch):
     monkeypatch.setattr(seal, "verify", lambda: None)
-    monkeypatch.setattr(seal, "digest", lambda: "another")
+    monkeypatch.setattr(seal, "digest", lambda path=None: "another")
     found = checks(copy)
     assert found["seal of this checkout"] is False and found["one seal throughout"] is True
+
+
+def test_an_older_seal_that_the_run_kept_is_said_and_is_no_failure(copy, monkeypatch):
+    had = load(copy).request.gates_digest
+    (copy / "seal").mkdir(exist_ok=True)
+    (copy / "seal" / "SEAL").write_text("version 3\n")
+    monkeypatch.setattr(seal, "verify", lambda: None)
+    monkeypatch.setattr(seal, "digest", lambda path=None: "another" if path is None else had)
+    found = {check.what: check for check in verify(copy)}["seal of this checkout"]
+    assert found.ok is None and "gates version 3" in found.detail
+
+
+def test_random_weights_on_another_machine_are_said_and_are_no_failure(copy, monkeypatch):
+    monkeypatch.setattr(seal, "verify", lambda: None)
+    raw = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**raw, "model_dir": "/nowhere", "weights_seed": 11}))
+    assert checks(copy)["weights"] is None
+    (copy / "run.json").write_text(json.dumps({**raw, "model_dir": "/nowhere", "weights_seed": None}))
+    assert checks(copy)["weights"] is False

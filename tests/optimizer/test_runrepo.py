@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +156,9 @@ def test_sources_are_read_byte_for_byte_whatever_they_hold(repo):
     found = repo.sources(commit, ("**/*.py",))
     assert found["odd.py"] == text and found["empty.py"] == "" and found["x/y.py"] == "y\n"
     assert "target.toml" not in found and len(found) == 5
+
+
+def test_a_run_is_found_by_a_relative_path_too(repo, monkeypatch):
+    monkeypatch.chdir(repo.git_dir.parent)
+    here = RunRepo(Path(repo.git_dir.name), Path("worktrees"))
+    assert here.incumbent() == repo.incumbent()
