@@ -135,6 +135,11 @@ def token_us(lines: Sequence[Line]) -> float | None:
     return value
 
 
+def adopted_us(lines: Sequence[Line]) -> float | None:
+    """`token_us` as it was when the incumbent became one: it does not move while that engine is the incumbent."""
+    return token_us([line for line in lines if line["kind"] != "pair"])
+
+
 def speedup(lines: Iterable[Line]) -> float:
     """Product of the accepted patches' confirmed ratios (first engine / incumbent); 1.0 when none was accepted."""
     ratio: dict[int, float] = {}

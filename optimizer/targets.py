@@ -8,6 +8,7 @@ a CPU; `protocol_for` scales them to a device and to what was asked for. Not for
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,8 @@ _CUDA = {
 CELLS: dict[str, dict[str, Cell]] = {"cpu": _CPU, "cuda": _CUDA}
 # The quick protocol on a GPU: an engine before its first patch needs 80 ms a step, and a lease is counted in minutes.
 _SHORT = {"decode": Cell("decode", 128, 25, requests=2)}
+BLOCK_S = 2.0  # the target cell is timed for at least so long, by the incumbent's pace ...
+BLOCK_MOST = 8  # ... but never with more than so many times the protocol's requests
 MIXED_SHARES = (0.25, 0.5, 1.0)  # prompt lengths of a `mixed` cell, in turn, as shares of prompt_tokens
 _QUICK_GUARDS = ("batch4",)
 _FULL_GUARDS = tuple(name for name in _CPU if name != "decode")
@@ -106,6 +109,22 @@ def protocol_for(base: Protocol, target: str = "tok/s", device: str = "cpu") -> 
         return replace(protocol, metric=metric, cell=cell)
     guards = (protocol.cell, *(g for g in protocol.guard_cells if g.name != cell.name))
     return replace(protocol, cell=cell, metric=metric, guard_cells=guards)
+
+
+def sized(protocol: Protocol, token_us: float | None) -> Protocol:
+    """`protocol` with enough requests in its target cell to time an engine of `token_us` for `BLOCK_S`.
+
+    Both arms of a pair get the same cell, sized by the incumbent alone. A fast engine would else be timed for a
+    fraction of a second, in which one hiccup of the machine is a tenth of the result. Never fewer requests than the
+    protocol has; an open-loop cell stays as it is.
+    """
+    cell = protocol.cell
+    if not token_us or cell.arrivals_per_s is not None:
+        return protocol
+    each = max(1, cell.concurrency)
+    rounds = math.ceil(BLOCK_S * 1e6 / (token_us * cell.new_tokens))
+    fewest = -(-cell.requests // each)
+    return replace(protocol, cell=replace(cell, requests=each * min(max(rounds, fewest), BLOCK_MOST * fewest)))
 
 
 def _asked_for(target: str, cells: dict[str, Cell]) -> tuple[Cell, str]:

@@ -132,6 +132,7 @@ class _Real:
             incumbent=question.incumbent,
             exchanges=self.run.dir / "exchanges",
             attempt=question.attempt,
+            frozen=self.run.target.frozen,
             try_out=lambda sources: try_out(self.run, sources),
             stopped=lambda: self.run.stop_requested,
         )
@@ -160,9 +161,13 @@ class _Real:
 
     def run_pair(self, a: LaunchSpec, b: LaunchSpec, stage: Stage, index: int, order: str) -> Pair:
         from optimizer.measure import run_pair
+        from optimizer.targets import sized
 
+        protocol = self.protocol
+        if stage not in (Stage.HEADLINE, Stage.ABLATE):  # those time the first engine too: its pace sets the size
+            protocol = sized(protocol, state.adopted_us(self.run.ledger.lines()))
         return run_pair(
-            a, b, protocol=self.protocol, stage=stage, index=index, order=order, prompts=self.prompts, oracle=self.oracle
+            a, b, protocol=protocol, stage=stage, index=index, order=order, prompts=self.prompts, oracle=self.oracle
         )
 
     def check_seal(self) -> None:
