@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypedDict
 from trace_diff.types import Finding
 
 from ..knowledge import Entry
+from ..runrepo import matches
 from ..types import Series
 
 MAX_FILES, MAX_LINES = 3, 120  # the envelope of one patch; the scope gate has the last word
@@ -53,7 +54,7 @@ class Budget:
 class ProposeContext:
     """Everything one call of `propose` may look at."""
 
-    sources: Mapping[str, str]  # path relative to the target's root -> text; editable files only
+    sources: Mapping[str, str]  # path relative to the target's root -> text; files that the editable globs name
     findings: Sequence[Finding]
     history: Sequence[HistoryItem] = ()
     knowledge: Sequence[Entry] = ()  # accepted entries whose scope is exactly this run's
@@ -61,8 +62,14 @@ class ProposeContext:
     incumbent: str | None = None  # commit
     exchanges: Path | None = None  # where recorded conversations go
     attempt: int | None = None
+    frozen: Sequence[str] = ()  # globs of files among the sources that may be read and never changed
     try_out: Callable[[Mapping[str, str]], str | None] | None = None  # start these sources briefly: what went wrong
     stopped: Callable[[], bool] | None = None  # whether the user asked the run to stop
+
+
+    def open(self) -> dict[str, str]:
+        """The sources that a patch may change."""
+        return {f: text for f, text in self.sources.items() if not matches(f, self.frozen)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ class Mailbox:
         question = {
             "attempt": number,
             "incumbent": ctx.incumbent,
+            "frozen": list(ctx.frozen),
             "sources": dict(ctx.sources),
             "findings": [plain(asdict(f)) for f in ctx.findings],
             "history": [dict(h) for h in ctx.history],
@@ -89,6 +90,7 @@ class Mailbox:
                 knowledge=[Entry.model_validate(e) for e in said["knowledge"]],
                 budget=build(Budget, said["budget"]),
                 incumbent=said["incumbent"],
+                frozen=said["frozen"],
                 attempt=number,
             )
         return None

@@ -106,7 +106,7 @@ class Playbook:
 
     def _rewrites(self, ctx: ProposeContext, skill: Skill, finding: dict[str, Any]) -> list[Rewrite] | str:
         """The skill's rewrites, after those of its enablers that act here; an enabler alone is not worth a series."""
-        sources, before = dict(ctx.sources), []
+        sources, before = ctx.open(), []
         for name in (n for n in skill.enablers if n in self.skills):
             enabler = self.skills[name]
             answer = skillbook.run(enabler, sources, {**finding, "params": enabler.variants()[0]})
@@ -114,7 +114,9 @@ class Playbook:
                 before += [dataclasses.replace(r, predicted_us=0.0) for r in answer]
                 sources = answer[-1].after
         answer = skillbook.run(skill, sources, finding)
-        return answer if isinstance(answer, str) else [*before, *answer]
+        if isinstance(answer, str):
+            return answer
+        return [dataclasses.replace(r, after={**ctx.sources, **r.after}) for r in (*before, *answer)]
 
 
 def _reach(ctx: ProposeContext, finding: Finding, skill: Skill) -> float | str | None:

@@ -23,6 +23,7 @@ from ..patching import (
     functions,
     replace_function,
 )
+from ..runrepo import matches
 from ..types import Edit, Patch, Series
 from . import skillbook
 from .base import MAX_FILES, MAX_LINES, ProposeContext
@@ -196,6 +197,9 @@ class Toolbox:
         if len(changed) > MAX_FILES or lines > MAX_LINES:
             found.append(f"{len(changed)} files and {lines} changed lines: a patch may have {MAX_FILES} and {MAX_LINES}; make it a series")
         for file, text in changed.items():
+            if matches(file, self.ctx.frozen):
+                found.append(f"{file} is frozen")
+                continue
             if not file.endswith(".py"):
                 found.append(f"{file}: only .py files may be added or changed")
                 continue

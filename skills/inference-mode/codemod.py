@@ -36,21 +36,26 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
     functions: list[_Function] = []
     trees = t.parse_all(sources, "torch")
     modules = t.subclasses_of(t.classes(trees), {"Module", "PreTrainedModel"})
+    trainers: list[str] = []
     for file, tree in trees.items():
         known = t.imports(tree)
-        for node in t.walk(tree):
-            if _asks_for_gradients(node):
-                return {"declined": f"{file} uses gradients"}
-            if isinstance(node, cst.Expr) and isinstance(node.value, cst.Call) and _is_guard(node.value, known):
-                return {"declined": f"{file} switches autograd off for the whole process"}
-        functions += [_survey(f, modules, known) for f in t.functions({file: tree})]
+        nodes = list(t.walk(tree))
+        if any(isinstance(n, cst.Expr) and isinstance(n.value, cst.Call) and _is_guard(n.value, known) for n in nodes):
+            return {"declined": f"{file} switches autograd off for the whole process"}
+        if any(_asks_for_gradients(n) for n in nodes):
+            trainers.append(file)
+        else:
+            functions += [_survey(f, modules, known) for f in t.functions({file: tree})]
     covered = _covered(functions)
     callers = [f for f in functions if f.runs_model and not f.in_module_class]
     if not callers:
-        return {"declined": "nothing here calls the model from outside it"}
+        return {"declined": f"{trainers[0]} uses gradients" if trainers else "nothing here calls the model from outside it"}
     bare = [f for f in callers if f.name not in covered and not f.generator and f.node.asynchronous is None]
     if not bare:
         return {"declined": "every caller of the model is already under no_grad or inference_mode, or is a generator"}
+    for trainer in trainers:
+        if used := _imported(trees[trainer], {f.file for f in bare}):
+            return {"declined": f"{trainer} uses gradients and imports {used}"}
     changed: dict[str, str] = {}
     for file in sorted({f.file for f in bare}):
         nodes = {f.node for f in bare if f.file == file}
@@ -69,6 +74,16 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
             "vanish": [{"row": "detach", "phase": "decode", "ranks": "all"}],  # the autograd node's own row
         },
     }
+
+
+def _imported(tree: cst.Module, files: set[str]) -> str:
+    """The first of these files whose module the tree imports; "" for none."""
+    modules = set(t.imports(tree).values())
+    for file in sorted(files):
+        name = file.removesuffix(".py").replace("/", ".")
+        if any(m == name or m.startswith(name + ".") or m.rpartition(".")[2] == name.rpartition(".")[2] for m in modules):
+            return name
+    return ""
 
 
 def _covered(functions: list[_Function]) -> set[str]:

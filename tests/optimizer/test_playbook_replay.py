@@ -172,6 +172,18 @@ def test_enablers_that_act_come_first_in_one_series_and_never_alone(tmp_path: Pa
     assert isinstance(propose(tmp_path, finding()), Declined)
 
 
+def test_frozen_files_are_not_shown_to_codemods_and_still_count_in_the_hash(tmp_path: Path) -> None:
+    code = "def propose(s, f):\n    return {'sources': {n: t + 'Y = 1\\n' for n, t in s.items()}}\n"
+    skill(tmp_path, "mine", code=code)
+    sources = {"a.py": "X = 1\n", "models/train.py": "Z = 1\n"}
+    after = {"a.py": "X = 1\nY = 1\n", "models/train.py": "Z = 1\n"}
+    ctx = ProposeContext(sources, [finding()], frozen=("models/**",))
+    series = Playbook([tmp_path], built_in=None).propose(ctx)
+    assert isinstance(series, Series) and [e.file for e in series.patches[0].edits] == ["a.py"]
+    tried = ProposeContext(sources, [finding()], frozen=("models/**",), history=(item(mechanism="x", ast_hash=ast_hash(after)),))
+    assert "this very program" in str(Playbook([tmp_path], built_in=None).propose(tried))
+
+
 def test_broken_folders_are_errors_that_name_themselves(tmp_path: Path) -> None:
     skill(tmp_path / "a", "mine", code="x = \n")
     with pytest.raises(SkillError, match=r"mine/codemod\.py: cannot be loaded: SyntaxError"):

@@ -93,6 +93,17 @@ def test_inference_mode_declines(source, why, answer) -> None:
     assert isinstance(said, str) and why in said
 
 
+def test_a_training_script_beside_the_engine_is_no_obstacle_unless_it_uses_it(answer) -> None:
+    engine = {"engine/run.py": RUNNER}
+    apart = {**engine, "engine/tiny/train.py": "import torch\n\n\ndef train(model, opt, x):\n    model(x).sum().backward()\n    opt.step()\n"}
+    done = answer("inference-mode", apart)
+    assert not isinstance(done, str) and "inference_mode" in done[0].after["engine/run.py"]
+    assert done[0].after["engine/tiny/train.py"] == apart["engine/tiny/train.py"]
+    joined = {**engine, "train.py": "import torch\nfrom engine.run import Runner\n\n\ndef train(x):\n    Runner().step(x).sum().backward()\n"}
+    said = answer("inference-mode", joined)
+    assert isinstance(said, str) and "uses gradients and imports engine.run" in said
+
+
 @pytest.mark.parametrize(
     "call",
     ["dist.all_reduce(x, op=dist.ReduceOp.MAX)", "dist.all_reduce(x, async_op=True)", "dist.all_reduce(*args)", "self.dist.all_reduce(x)", "all_reduce(x)"],
