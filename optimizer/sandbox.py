@@ -236,7 +236,7 @@ def _jailed(
     own_root = level.name == "namespaces"
     nodes = [Bind(Path(node), node, True) for node in (_nvidia_nodes() if device == "cuda" else ())]
     if not own_root:  # the host's own tree: name what may be read of it
-        shared = [Path(path) for path in ("/proc", "/sys/devices/system/cpu", "/etc") if Path(path).exists()]
+        shared = [Path(path) for path in ("/proc", "/sys", "/etc") if Path(path).exists()]
         visible += [Bind(path, str(path)) for path in shared]
         nodes += [
             Bind(Path(f"/dev/{n}"), f"/dev/{n}", True) for n in ("null", "zero", "full", "urandom", "shm")

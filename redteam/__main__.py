@@ -24,6 +24,7 @@ from redteam.cheats import CHEATS
 from redteam.controls import CONTROLS
 from redteam.judge import Outcome, judge
 from redteam.measured import MEASURED, run
+from redteam.more import MORE
 
 MOST_REFUSED = 1 / 40  # of the benign variants
 
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.perf_counter()
     left_before = leftovers()
     skip = ("seal",) if options.unsealed else ()
-    listed = (*CHEATS, *CONTROLS, *(BENIGN if options.benign else ()))
+    listed = (*CHEATS, *MORE, *CONTROLS, *(BENIGN if options.benign else ()))
     cases = [replace(c, without=(*c.without, *skip)) for c in listed if _wanted(c.id, options.only)]
     console.print(f"sandbox: {sandbox.detect().name}; gates version {seal.version()}; {len(cases)} patches{', SEAL NOT CHECKED' if skip else ''}")
     table = Table("case", "idea", "expected", "caught by", "s", "", title="Red team")
@@ -112,8 +113,8 @@ def _measured(table: Table, only: frozenset[str]) -> tuple[int, int]:
 def leftovers() -> set[str]:
     """Folders, control groups and shared memory that this process made and left."""
     places = (Path("/tmp"), Path("/dev/shm"), *(Path("/sys/fs/cgroup", name) for name in ("", "pids", "memory")))
-    names = f"hotloop-{os.getpid()}-*", "hotloop-redteam-*"
-    found = {str(path) for place in places if place.is_dir() for name in names for path in place.glob(name)}
+    name = f"hotloop-{os.getpid()}-*"
+    found = {str(path) for place in places if place.is_dir() for path in place.glob(name)}
     return {path for path in found if "-jail-" not in path}
 
 

@@ -5,6 +5,7 @@ Not for: the cases (`cases/`) or the table (`__main__.py`).
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import sys
@@ -32,7 +33,7 @@ class Arena:
     def __init__(
         self, target_dir: Path = REPO / "engine", model_dir: Path = MODEL, python: Path = Path(sys.executable)
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="hotloop-redteam-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"hotloop-{os.getpid()}-redteam-"))
         self.target: Target = replace(load_target(target_dir), start_timeout_s=START_TIMEOUT_S)
         self.model_dir, self.python = model_dir, python
         self.repo = RunRepo(self.folder / "repo.git", self.folder / "trees")

@@ -14,9 +14,10 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))  # redteam/ is no installed package
 
-from optimizer import gates  # noqa: E402
+from optimizer import gates, sandbox  # noqa: E402
+from optimizer.client import Request  # noqa: E402
 from optimizer.gates import context  # noqa: E402
-from optimizer.launch import LaunchError  # noqa: E402
+from optimizer.launch import LaunchError, launch  # noqa: E402
 from optimizer.types import RejectReason  # noqa: E402
 from redteam.arena import Arena  # noqa: E402
 from redteam.benign import BENIGN  # noqa: E402
@@ -98,6 +99,17 @@ def test_an_engine_that_does_not_start_is_a_result_not_an_exception(arena):
 
     result = gates.one(gates.Gate("boot", "G05", dead), context.Lab(arena.context(arena.base, 1)))
     assert (result.passed, result.reason, result.check) == (False, RejectReason.BOOT, "G05")
+
+
+def test_ranks_meet_at_the_lowest_level_that_confines(arena):
+    """Without namespaces the ranks' library reads more of the host: it must be let."""
+    level = next((name for name in ("landlock", "namespaces", "bwrap") if sandbox._try(name) is None), None)
+    if level is None:
+        pytest.skip("no level works here")
+    spec = replace(arena.spec(arena.base, 2, "incumbent"), sandbox=level)
+    with launch(spec) as server:
+        got = server.client.complete([Request(p, 4) for p in arena.prompts.draw("low", 2, 12)], 60.0)
+    assert all(score.ok for score in arena.oracle.score(got))
 
 
 def test_unknown_stages_and_gates_name_the_known_ones(arena):
