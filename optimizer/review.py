@@ -66,15 +66,6 @@ def _of_run(place: Path) -> list[Entry]:
     return sorted(writeback.proposals(place).entries(), key=lambda e: (e.evidence.attempt or 0, e.id))
 
 
-def parked(runs: Path) -> Iterator[tuple[str, int, str]]:
-    """(run, attempt, why) of patches that wait for a person: numeric drift, wins that nothing explains."""
-    for place in sorted((p.parent for p in runs.glob("*/run.json")), reverse=True):
-        for line in Ledger(place / "ledger.jsonl").lines():
-            if line["kind"] == "parked":
-                data = line["data"]
-                yield place.name, line["attempt"], f"{data.get('reason') or data.get('stage')}: {data.get('detail') or ''}"
-
-
 def find(items: list[Item], name: str) -> Item:
     """The item with this id, or the only one whose id begins so. Raises ReviewError."""
     exact = [i for i in items if i.entry.id == name]

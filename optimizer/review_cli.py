@@ -47,12 +47,13 @@ def listing(
         pages = review_web.app(runs, keys, blueprint, reviewer)
         localweb.serve(pages, keys, port, partial(_console().print, markup=False, highlight=False, soft_wrap=True))
         return
-    from . import review
+    from . import parked, review
 
     out = _console()
     out.print(review.table(review.queue(runs, blueprint)))
-    for run, attempt, why in review.parked(runs):
-        out.print(f"parked: run {run} attempt {attempt}: {why}", markup=False)
+    for item in parked.waiting(runs):
+        words = f"parked: run {item.run.name} attempt {item.attempt}: {item.reason or item.stage}: {item.detail}"
+        out.print(f"{words}; `optimize admit {item.run.name} {item.attempt} --reason ...`, or `optimize review --web`", markup=False)
 
 
 @review_app.command("show")

@@ -168,6 +168,7 @@ def chart(intervals: Sequence[Interval], margin: float | None = None) -> Chart |
     form = "+.0%" if high - low >= 0.08 else "+.1%"
     ticks = tuple((at(v), "0 %" if abs(v - 1) < 1e-9 else format(v - 1, form)) for v in _round_steps(low, high))
     text = f"margin {margin:.1%}" if margin else ""
+    ticks = tuple(t for t in ticks if t[0] <= 96)  # the last one's words would run into the values
     return Chart(bars, at(1.0), at(edge) if edge else None, text, ticks)
 
 
