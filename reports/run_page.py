@@ -166,8 +166,12 @@ def _headline(run: Run) -> Headline:
         )  # fmt: skip
     start = _start_us(run)
     if product is not None and product.ratio:
-        after = start * product.ratio if start else None
-        basis = f"product of {product.pairs} confirmed ratios; the run has no headline measurement of its own"
+        last = run.accepted[-1].best_measured
+        after = last[1].b_us if last else None
+        basis = (
+            f"product of {product.pairs} confirmed ratios; the run has no headline measurement of its own. Before: "
+            "calibration pairs; after: the last confirmation. They were taken at different times, so their quotient may differ"
+        )
         return Headline(
             f"{times(product.ratio)} (product of confirmations, no interval)", tok_s(start), tok_s(after),
             micro(start) if start else "n/a", micro(after) if after else "n/a", times(product.ratio), "n/a", basis,
@@ -182,18 +186,21 @@ def _headline(run: Run) -> Headline:
 
 
 def _start_us(run: Run) -> float | None:
-    """The first engine's time per token: calibration pairs, else the incumbent's arm of the first attempt."""
+    """The first engine's time per token: calibration pairs before anything was accepted, else the incumbent's arm of
+    the first attempt. (Later calibrations are of a faster engine.)"""
+    kinds = [line.get("kind") for line in run.lines]
+    first = run.lines[: kinds.index("accepted") if "accepted" in kinds else len(kinds)]
+    pairs = [line["data"] for line in first if line.get("kind") == "pair" and isinstance(line.get("data"), dict)]
     values = [
         float(p[k])
-        for p in run.kinds.get("pair", ())
+        for p in pairs
         if p.get("stage") == "calibrate" and not p.get("discarded")
         for k in ("a_us_per_token", "b_us_per_token")
         if isinstance(p.get(k), int | float)
     ]
     if values:
         return statistics.median(values)
-    first = next((m[1].a_us for a in run.attempts if (m := a.best_measured)), None)
-    return first
+    return next((m[1].a_us for a in run.attempts if (m := a.best_measured)), None)
 
 
 def _bound_us(run: Run) -> float | None:

@@ -1,0 +1,142 @@
+"""The skills for GPUs on this engine: they act within the envelope, in playbook order, once, and leave a CPU's tokens alone.
+
+Graphs and kernels themselves need a GPU (docs/gpu.md); here the graphs' book-keeping runs with a replay that computes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimizer.gates import policy
+from optimizer.patching import changed_lines
+from optimizer.proposers import get
+from optimizer.proposers.base import MAX_FILES, MAX_LINES
+from optimizer.proposers.playbook import Playbook
+
+ORDER = ("merge-projections", "cuda-graph-capture", "fused-kernels", "fused-kernels", "fused-kernels", "skinny-gemm", "inference-mode")
+MADE_FOR_GPUS = ("cuda-graph-capture", "paged-attention-backend", "fused-kernels", "skinny-gemm")
+
+
+def test_in_playbook_order_each_is_a_small_patch_that_the_source_check_passes(engine_sources, answer) -> None:
+    sources = engine_sources
+    for name in ORDER:
+        rewrites = answer(name, sources)
+        assert not isinstance(rewrites, str), f"{name}: {rewrites}"
+        for step in rewrites:
+            changed = {f: t for f, t in step.after.items() if sources.get(f) != t}
+            assert 0 < len(changed) <= MAX_FILES and 0 < changed_lines(sources, changed) <= MAX_LINES, step.title
+            before = {f: sources[f] for f in changed if f in sources}
+            assert policy.new_findings(before, changed) == []
+            sources = step.after
+
+
+@pytest.mark.parametrize("name", MADE_FOR_GPUS)
+def test_once_there_is_nothing_left_they_decline_with_a_reason(name, engine_sources, act, answer) -> None:
+    why = answer(name, act(engine_sources, *ORDER))
+    assert isinstance(why, str) and "failed" not in why and len(why) > 10
+
+
+@pytest.mark.parametrize("name", MADE_FOR_GPUS)
+def test_code_of_another_form_is_declined_and_not_harmed(name, qwen3_file, answer) -> None:
+    rewrites = answer(name, qwen3_file)
+    assert isinstance(rewrites, str) and "failed" not in rewrites
+
+
+def test_graph_capture_brings_the_attention_it_needs_as_a_patch_of_its_own(engine_sources, answer, act) -> None:
+    alone = answer("cuda-graph-capture", engine_sources)
+    assert not isinstance(alone, str)
+    assert [step.title.split()[0] for step in alone] == ["Read", "Replay"]
+    assert alone[-1].activation["appear"][0]["row"] == "cudaGraphLaunch"
+    after = answer("cuda-graph-capture", act(engine_sources, "paged-attention-backend"))
+    assert len(after) == 1
+
+
+def test_each_fused_part_answers_the_finding_that_names_it(engine_sources, skills) -> None:
+    from optimizer.proposers import skillbook
+
+    rows = {}
+    for finding in ("unfused-chains:residual-add-and-rmsnorm", "unfused-chains:rotary-embedding", "unfused-chains:swiglu"):
+        rewrites = skillbook.run(skills["fused-kernels"], engine_sources, {"id": finding, "bound_us": 1.0})
+        assert not isinstance(rewrites, str) and rewrites[0].activation is not None
+        rows[finding] = rewrites[0].activation["appear"][0]["row"]
+    assert list(rows.values()) == ["fused_add_rms_norm", "fused_qk_norm_rope", "silu_and_mul"]
+
+
+def _names(**options) -> list[str]:
+    playbook = get("playbook", **options)
+    assert isinstance(playbook, Playbook)
+    return list(playbook.skills)
+
+
+def test_a_cpu_run_is_offered_none_of_them() -> None:
+    assert not set(_names(device="cpu")) & set(MADE_FOR_GPUS)
+    assert set(MADE_FOR_GPUS) <= set(_names(device="cuda"))
+
+
+def test_a_playbook_held_to_some_skills_has_no_others_and_knows_their_names() -> None:
+    assert _names(only=["skinny-gemm"]) == ["skinny-gemm"]
+    with pytest.raises(ValueError, match="unknown skills no-such"):
+        _names(only=["no-such"])
+
+
+GENERATE = """
+import sys, pathlib
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from engine import serve
+from engine.request import ContextItem, GenerationItem, SamplingParams, Sequence, StepPlan
+from engine.worker import Worker
+options = serve.parse_options(["--model", sys.argv[2], "--tp", "1", "--device", "cpu", "--uds", "unused"])
+runner = Worker(options, 0, pathlib.Path("unused")).runner
+captured = []
+if sys.argv[3] == "graphs":
+    from engine import decode_graphs
+
+    class Computing(decode_graphs.DecodeGraphs):
+        def capture(self, step, plan):  # what a graph replays is computed instead
+            captured.append(step.size)
+            outer = self
+            class Replay:
+                def replay(self):
+                    step.logits = outer.forward(step, outer.metadata(step, plan))
+            step.graph = Replay()
+
+    runner.graphs = Computing(runner)
+out = []
+for count in (1, 5, 3):
+    ids = [100 * count + i for i in range(count)]
+    sequences = [Sequence(i, [7 * n % 900 + 3 for n in range(9 + 11 * k)], SamplingParams(temperature=0.0)) for k, i in enumerate(ids)]
+    tables = [list(range(9 * k, 9 * k + 9)) for k in range(count)]
+    out.append(runner.step(StepPlan([ContextItem(s.id, s.prompt_ids, t) for s, t in zip(sequences, tables)], [], []), sequences).tokens)
+    for step in range(14):
+        items = [GenerationItem(s.id, len(s.prompt_ids) + step, t) for s, t in zip(sequences, tables)]
+        out.append(runner.step(StepPlan([], items, []), sequences).tokens)
+print(out, file=sys.stdout)
+print(captured, file=sys.stderr)
+"""
+
+
+def _generate(sources: dict[str, str], model: Path, place: Path, how: str) -> tuple[str, str]:
+    for file, text in sources.items():
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        (place / file).write_text(text)
+    command = [sys.executable, "-c", GENERATE, str(place), str(model), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout, done.stderr.strip().splitlines()[-1]
+
+
+def test_tokens_stay_eagerly_and_through_the_buffers_of_the_graphs(engine_sources, act, repo, tmp_path) -> None:
+    """Buckets larger than the batch, a batch that borrows a larger graph, and one that gets its own after some steps."""
+    model = repo / "engine/tiny_qwen3"
+    plain, _ = _generate(engine_sources, model, tmp_path / "plain", "eager")
+    patched = act(engine_sources, *ORDER)
+    assert _generate(patched, model, tmp_path / "patched", "eager")[0] == plain
+    tokens, captured = _generate(patched, model, tmp_path / "patched", "graphs")
+    assert tokens == plain
+    assert captured == "[1, 8, 4]"
