@@ -56,7 +56,8 @@ def calibrate(rule: rules.Rule, gains: np.ndarray, device: str, tp: int) -> Cali
     """Each session's A/A pairs through the functions that `accept.calibrate` uses."""
     sd = np.array([stats.robust_sd(g) for g in gains])
     bias = np.array([stats.hodges_lehmann(g) for g in gains])
-    margin = [rules.margin_for(rule, device, tp, float(s), float(b)) for s, b in zip(sd, bias, strict=True)]
+    n = gains.shape[1]
+    margin = [rules.margin_for(rule, device, tp, float(s), float(b), n) for s, b in zip(sd, bias, strict=True)]
     return Calibrated(sd, np.array(margin), gains.shape[1] - 1)
 
 

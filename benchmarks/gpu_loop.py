@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.gpu_engine import QWEN3_8B
-from optimizer import fingerprint, gates, run, start, summary, weights
+from optimizer import fingerprint, gates, run, seal, start, summary, weights
 from optimizer.gates.context import Lab
 from optimizer.loop import Loop
 from optimizer.resume import reopen
@@ -61,6 +61,9 @@ def go_on(options: argparse.Namespace, console: Console) -> Run:
     """The run that is there, repaired, with the new limit."""
     found = run.load(options.place / "run")
     want = found.request
+    seal.verify()
+    if seal.digest() != want.gates_digest:
+        raise SystemExit("this run was judged under another seal; a new one has to begin")
     environment = fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices)
     for note in reopen(found, environment, Limits(wall_minutes=options.minutes)):
         console.print(note, highlight=False)

@@ -46,6 +46,7 @@ MODELS = {
     "quiet": Noise(0.004, 0.003, 0.002, 0.01, 0.04),
     "typical": Noise(0.010, 0.006, 0.004, 0.05, 0.08),
     "noisy": Noise(0.025, 0.015, 0.008, 0.10, 0.08),
+    "two_cores": Noise(0.040, 0.045, 0.010, 0.03, 0.15),  # four ranks of the tiny engine, 8 ms a step, 2 s a block
     "oversubscribed": Noise(0.060, 0.030, 0.020, 0.10, 0.15),
 }
 

@@ -46,7 +46,7 @@ def calibrate(pairs: Sequence[Pair], device: str, tp: int, protocol: Protocol | 
     rule = rules.rule_of(protocol)
     log_sd = stats.robust_sd(g)
     bias = stats.hodges_lehmann(g)
-    margin = rules.margin_for(rule, device, tp, log_sd, bias)
+    margin = rules.margin_for(rule, device, tp, log_sd, bias, int(g.size))
     sizes = rules.sizes_of(protocol)
     return Calibration(
         pairs=int(g.size),

@@ -7,6 +7,7 @@ in `benchmarks/decision_rules.py` with a hundred thousand. Not for: pairs, guard
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,9 +49,14 @@ class Rule:
     looks: Mapping[Stage, tuple[Look, ...]]
     margin_floor: float = MARGIN_FLOOR
     margin_sds: float = 0.0  # margin is at least this many SDs of the paired log-ratio
+    bias_ses: float = 0.0  # of the A/A bias, what exceeds this many of its standard errors counts
     why: str = ""
 
 
+_QUICK_EARLY = (
+    Look(2, 0.05, all_clear=True, futile_below=0.0),
+    Look(4, 0.03, all_clear=True, futile_below=0.5),
+)
 RULES: dict[str, Rule] = {
     "full": Rule(
         looks={
@@ -66,13 +72,14 @@ RULES: dict[str, Rule] = {
     ),
     "quick": Rule(
         looks={
-            Stage.SCREEN: (Look(1, 0.01, slower_alpha=0.05), Look(0, 0.2, against_margin=False)),
-            Stage.DECIDE: (Look(2, 0.05, all_clear=True, futile_below=0.0), Look(0, 0.2, all_clear=True)),
-            Stage.CONFIRM: (Look(2, 0.05, all_clear=True, futile_below=0.0), Look(0, 0.2, all_clear=True)),
+            Stage.SCREEN: (Look(1, 0.01, slower_alpha=0.05), Look(0, 0.3, against_margin=False)),
+            Stage.DECIDE: (*_QUICK_EARLY, Look(0, 0.15)),
+            Stage.CONFIRM: (*_QUICK_EARLY, Look(0, 0.15)),
         },
         margin_floor=0.03,
-        margin_sds=0.5,
-        why="few pairs: a larger margin, and every pair of decide and confirm must clear it",
+        margin_sds=0.25,
+        bias_ses=1.0,
+        why="few cells, a larger margin: screen 2 (p < 0.3), decide 6 and confirm 8 (p < 0.15), large effects after 1, 2 and 2",
     ),
 }
 
@@ -162,14 +169,16 @@ def procedure(
     return alive, spent
 
 
-def margin_for(rule: Rule, device: str, tp: int, log_sd: float, bias: float) -> float:
+def margin_for(rule: Rule, device: str, tp: int, log_sd: float, bias: float, pairs: int) -> float:
     """Largest of the rule's floor, twice the A/A bias, its share of the SD, and 2 % for CPU ranks that share cores.
 
-    Counting only the part of the bias above its standard error would buy power on noisy machines (+10 %: 64 instead
-    of 42 %), but a measurement with a real bias of 2 % would then accept a no-op in 15 instead of 3 sessions of 100.
+    `full` counts the whole bias: counting only what exceeds its standard error would buy power on noisy machines
+    (+10 %: 64 instead of 42 %), but with a real bias of 2 % a no-op would be accepted in 15 instead of 3 sessions of
+    100. `quick` has too few A/A pairs for that (the estimate's noise alone would set a margin of 18 %), and its floor.
     """
     shared_cores = MARGIN_CPU_TP if device == "cpu" and tp > 1 else 0.0
-    return max(rule.margin_floor, 2 * abs(bias), rule.margin_sds * log_sd, shared_cores)
+    sure_bias = max(0.0, abs(bias) - rule.bias_ses * log_sd / math.sqrt(pairs))
+    return max(rule.margin_floor, 2 * sure_bias, rule.margin_sds * log_sd, shared_cores)
 
 
 def sizes_of(protocol: Protocol | None) -> dict[Stage, int]:

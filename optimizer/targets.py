@@ -56,7 +56,7 @@ _FULL_GUARDS = tuple(name for name in _CPU if name != "decode")
 
 PROTOCOLS: dict[str, Protocol] = {
     "quick": Protocol(
-        "quick", calibrate_pairs=3, screen_pairs=2, decide_pairs=3, confirm_pairs=3, headline_pairs=3,
+        "quick", calibrate_pairs=4, screen_pairs=2, decide_pairs=6, confirm_pairs=8, headline_pairs=3,
         cell=_CPU["decode"], guard_cells=(Cell("batch4", 16, 8, concurrency=4, requests=4),), warmup_steps=16,
         full_gates=("swap", "shapes", "perturb", "delays"),
     ),

@@ -14,7 +14,7 @@ from optimizer.serial import build, plain
 from optimizer.types import Calibration, Cell, Pair, Protocol, RejectReason, Stage, Verdict
 
 FULL = Protocol("full", 6, 3, 6, 6, 12, Cell("decode", 16, 32), (), 16)
-QUICK = Protocol("quick", 4, 2, 3, 3, 3, Cell("decode", 16, 32), (), 16)
+QUICK = Protocol("quick", 4, 2, 6, 8, 3, Cell("decode", 16, 32), (), 16)
 
 
 def pair(gain: float, stage: Stage = Stage.SCREEN, index: int = 0, discarded: str | None = None, **changes: float) -> Pair:
