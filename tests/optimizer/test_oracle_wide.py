@@ -14,7 +14,7 @@ def test_widened_weights_compute_what_float32_weights_do() -> None:
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
     )  # fmt: skip
-    narrow = Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+    narrow = Qwen3ForCausalLM(config).bfloat16().eval()
     full = Qwen3ForCausalLM(config).eval()
     full.load_state_dict({name: value.float() for name, value in narrow.state_dict().items()})
     narrow.model.rotary_emb = type(narrow.model.rotary_emb)(config)  # loading a checkpoint leaves its table in float32 too
