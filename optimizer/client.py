@@ -27,6 +27,7 @@ from optimizer.types import Stream
 
 MODEL_FALLBACK = "model"
 _RECV = 1 << 16
+_LOOK_NS = 1_000_000_000
 
 
 class ClientError(RuntimeError):
@@ -253,8 +254,12 @@ def _fly(flights: list[_Flight], deadline_s: float) -> None:
             now = time.perf_counter_ns()
             if now >= deadline:
                 break
-            until = min(deadline, waiting[-1].due_ns) if waiting else deadline
-            for key, events in selector.select(max(0.0, (until - now) / 1e9)):
+            until = min(deadline, waiting[-1].due_ns, now + _LOOK_NS) if waiting else min(deadline, now + _LOOK_NS)
+            ready = selector.select(max(0.0, (until - now) / 1e9))
+            overslept = time.perf_counter_ns() - until - _LOOK_NS
+            if overslept > 0:  # this machine or process was suspended, and so may the server have been
+                deadline += overslept
+            for key, events in ready:
                 flight = key.data
                 if events & selectors.EVENT_WRITE:
                     _send_rest(flight, selector)

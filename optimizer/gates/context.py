@@ -6,6 +6,7 @@ Not for: any check of its own.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -79,6 +80,21 @@ class Lab:
             self.starts.append((setup, self._server.start_s))
         return self._server
 
+    def stated(self, commit: str) -> Path:
+        return self.ctx.run_dir / "gates" / f"stated-{commit}.json"
+
+    def incumbent_metadata(self) -> dict[str, Any]:
+        """What the incumbent says of itself: kept from when it was judged, or asked once by starting it."""
+        path = self.stated(self.ctx.base_commit)
+        if not path.is_file():
+            self.remember(self.ctx.base_commit, self.server(self.setup(arm="incumbent")).metadata)
+        return json.loads(path.read_text())
+
+    def remember(self, commit: str, metadata: dict[str, Any]) -> None:
+        path = self.stated(commit)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(metadata, sort_keys=True))
+
     @property
     def log_path(self) -> Path:
         return self.ctx.run_dir / "gates" / f"server-{self.ctx.candidate_commit[:12]}.log"
@@ -102,7 +118,11 @@ class Lab:
             return real
         seed = self.ctx.prompts.integers(f"weights/{which}", 1, 2**62)[0]
         # A candidate can read its mounts: the name must not say which weights these are.
-        out = self.ctx.run_dir / "weights" / f"{self.ctx.prompts.integers(f'weights/name/{which}', 1, 2**62)[0]:016x}"
+        out = (
+            self.ctx.run_dir
+            / "weights"
+            / f"{self.ctx.prompts.integers(f'weights/name/{which}', 1, 2**62)[0]:016x}"
+        )
         if which == "secret":
             return weights.write_random(real, out, seed)
         return weights.write_perturbed(real, out, weights.layers(real) // 2, seed)

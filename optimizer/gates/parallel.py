@@ -16,7 +16,9 @@ LENGTHS = (15, 17, 32, 48)
 
 def check(lab: Lab) -> GateResult:
     sizes = [] if lab.on_gpu else [tp for tp in lab.ctx.target.tp if tp not in (1, lab.tp)]
-    result = passed("parallel", "G12", "on GPUs only the TP that is optimised is started" if lab.on_gpu else "")
+    result = passed(
+        "parallel", "G12", "on GPUs only the TP that is optimised is started" if lab.on_gpu else ""
+    )
     for tp in sizes:
         setup = lab.setup(tp=tp)
         got = ask(lab.server(setup), [Request(p, 8) for p in lab.draw(f"tp{tp}", len(LENGTHS), LENGTHS)])
@@ -31,4 +33,3 @@ def check(lab: Lab) -> GateResult:
         if not result.passed:
             return result
     return result
-

@@ -50,7 +50,7 @@ def delays(lab: Lab) -> GateResult:
 @contextlib.contextmanager
 def _held_ranks(server: Server):
     """SIGSTOP and SIGCONT to one rank after another, from a thread here; everyone runs again afterwards."""
-    ranks = server.ranks()
+    ranks = server.ranks() or server.processes()[-1:]
     done = threading.Event()
     held = [0]
 

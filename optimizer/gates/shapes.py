@@ -90,7 +90,7 @@ def _batches(lab: Lab, server: Server, sizes: tuple[int, ...]) -> list[Stream]:
 
 def _growing(lab: Lab, server: Server, quick: bool) -> list[Stream]:
     """One long stream; others join it one after another, two of them hang up."""
-    most = max_len(lab, server)
+    most = max_len(lab)
     page = PAGE_LENGTHS if not quick else (16, 17, 256)
     long = min(LONG if not quick else 40, most - 17)
     lengths = [17, *page, min(most - 12, LONGEST_PROMPT[lab.ctx.candidate.device])]
@@ -130,7 +130,7 @@ def _collisions(lab: Lab, server: Server) -> list[Stream]:
 
 def _refusals(lab: Lab, server: Server) -> None:
     """What cannot be served gets a 4xx, and a request beside it is served."""
-    most = max_len(lab, server)
+    most = max_len(lab)
     long = lab.draw("too long", 1, most + 1, kinds=("random",))[0]
     normal = lab.draw("beside", 1, 12)[0]
     got = server.client.complete([Request(long, 4), Request(normal, 4)], 60)
@@ -153,11 +153,11 @@ def account(got: list[Stream], new: list[int]) -> None:
             raise Failed(RejectReason.TOKEN_ACCOUNTING, wrong, "G11")
 
 
-def max_len(lab: Lab, server: Server) -> int:
-    """The longest sequence: what the server states, but at most what the model's config allows."""
+def max_len(lab: Lab) -> int:
+    """The longest sequence: what the incumbent states (a candidate could talk its way out), at most the config's."""
     config = json.loads((lab.ctx.candidate.model_dir / "config.json").read_text())
     limit = int(config.get("max_position_embeddings", 1024))
-    stated = server.metadata.get("max_model_len")
+    stated = lab.incumbent_metadata().get("max_model_len")
     return min(limit, stated) if type(stated) is int and stated > 64 else limit
 
 
