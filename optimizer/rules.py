@@ -73,13 +73,13 @@ RULES: dict[str, Rule] = {
     "quick": Rule(
         looks={
             Stage.SCREEN: (Look(1, 0.01, slower_alpha=0.05), Look(0, 0.3, against_margin=False)),
-            Stage.DECIDE: (*_QUICK_EARLY, Look(0, 0.15)),
-            Stage.CONFIRM: (*_QUICK_EARLY, Look(0, 0.15)),
+            Stage.DECIDE: (*_QUICK_EARLY, Look(0, 0.1)),
+            Stage.CONFIRM: (*_QUICK_EARLY, Look(0, 0.1)),
         },
         margin_floor=0.03,
         margin_sds=0.25,
         bias_ses=1.0,
-        why="few cells, a larger margin: screen 2 (p < 0.3), decide 6 and confirm 8 (p < 0.15), large effects after 1, 2 and 2",
+        why="few cells, a larger margin: screen 2 (p < 0.3), decide 6 and confirm 8 (p < 0.1), large effects after 1, 2 and 2",
     ),
 }
 
