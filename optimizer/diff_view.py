@@ -19,7 +19,7 @@ OPEN_LINES = 120  # a file with more is folded
 FILES = 60
 
 _FILE = re.compile(r"^diff --git a/(.*) b/(.*)$")
-_HUNK = re.compile(r"^@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
+_HUNK = re.compile(r"^@@ -(\d{1,9})(?:,(\d{1,9}))? \+(\d{1,9})(?:,(\d{1,9}))? @@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,39 +96,65 @@ def _unified(old: str | None, new: str | None, name: str) -> Sequence[str]:
     return [x if x.endswith("\n") else f"{x}\n\\ No newline at end of file\n" for x in difflib.unified_diff(a, b, *heads)]
 
 
+@dataclass(slots=True)
+class _At:
+    """Where the reader is: line numbers, and how many lines of the hunk are still to come."""
+
+    old: int = 0
+    new: int = 0
+    old_left: int = 0
+    new_left: int = 0
+
+    @property
+    def inside(self) -> bool:
+        return self.old_left > 0 or self.new_left > 0
+
+
 def _files(text: str) -> list[File]:
     files: list[File] = []
-    old = new = 0
-    inside = False  # a hunk: there "+++" is an added line
+    at = _At()
     for raw in text.split("\n"):
-        match = _FILE.match(raw)
-        if match:
-            files.append(File(visible_text(match[2])[:300]))
-            inside = False
-            continue
-        if not files:
-            if not raw.strip():
-                continue
-            files.append(File("(no file named)"))
-        file = files[-1]
-        hunk = _HUNK.match(raw)
-        if hunk:
-            old, new, inside = int(hunk[1]), int(hunk[2]), True
-            file.lines.append(_line("hunk", raw))
-        elif inside and raw[:1] == "+":
-            file.added += 1
-            file.lines.append(_line("add", raw[1:], new=new))
-            new += 1
-        elif inside and raw[:1] == "-":
-            file.deleted += 1
-            file.lines.append(_line("del", raw[1:], old=old))
-            old += 1
-        elif inside and raw[:1] == " ":
-            file.lines.append(_line("same", raw[1:], old=old, new=new))
-            old, new = old + 1, new + 1
-        elif raw and not raw.startswith(("index ", "--- a/", "+++ b/")):
-            file.lines.append(_line("meta", raw))
+        line = raw.removesuffix("\r")
+        # A line of a hunk begins with a sign: "diff" and "@@" end it, whatever length it claims; "+++" may be content.
+        if (name := _file_begins(line, files, at.inside)) is not None:
+            files.append(File(visible_text(name)[:300]))
+            at = _At()
+        elif hunk := _HUNK.match(line):
+            at = _At(int(hunk[1]), int(hunk[3]), int(hunk[2] or 1), int(hunk[4] or 1))
+            _last(files).lines.append(_line("hunk", line))
+        elif at.inside and line[:1] in ("+", "-", " ", ""):
+            _changed(_last(files), line or " ", at)
+        elif line and not line.startswith(("index ", "--- a/", "+++ b/")):
+            _last(files).lines.append(_line("meta", line))
     return files
+
+
+def _file_begins(line: str, files: list[File], inside: bool) -> str | None:
+    """The name in a line that begins a file: git's, or `+++` of a plain diff."""
+    match = _FILE.match(line)
+    if match:
+        return match[2]
+    plain = not inside and line.startswith("+++ ") and (not files or any(x.kind == "hunk" for x in files[-1].lines))
+    return line[4:].partition("\t")[0].removeprefix("b/") if plain else None
+
+
+def _last(files: list[File]) -> File:
+    if not files:
+        files.append(File("(no file named)"))
+    return files[-1]
+
+
+def _changed(file: File, line: str, at: _At) -> None:
+    """One line of a hunk."""
+    sign, text = line[0], line[1:]
+    kind = {"+": "add", "-": "del"}.get(sign, "same")
+    file.lines.append(_line(kind, text, None if kind == "add" else at.old, None if kind == "del" else at.new))
+    if kind != "add":
+        at.old, at.old_left = at.old + 1, at.old_left - 1
+    if kind != "del":
+        at.new, at.new_left = at.new + 1, at.new_left - 1
+    file.added += kind == "add"
+    file.deleted += kind == "del"
 
 
 def _line(kind: str, text: str, old: int | None = None, new: int | None = None) -> Line:
@@ -165,7 +191,7 @@ def visible_text(text: str) -> str:
 
 def _warnings(text: str, files: Sequence[File], left_out: int) -> list[str]:
     found = []
-    hidden = sum(1 for char in text if char != "\n" and is_hidden(char))
+    hidden = sum(1 for char in text.replace("\r\n", "\n") if char != "\n" and is_hidden(char))
     if hidden:
         found.append(f"{hidden:,} characters of this patch are invisible or change direction; they are named where they stand.")
     other = sum(1 for file in files for line in file.lines if line.kind == "add" for p in line.pieces if not p.text.isascii())

@@ -18,8 +18,8 @@ _DRAFT = """\
 schema = 1
 name = {name}
 root = {root}   # paths below are relative to this; the snapshot holds only the folder this file is in
-# The command that starts the engine. It must serve the vLLM subset of HTTP on the Unix socket {{socket}} (see the
-# README), read its weights from {{model_dir}}, and write one Kineto trace per rank to {{trace_dir}} on /stop_profile.
+# The command that starts the engine. It must serve the vLLM subset of HTTP on the Unix socket {{socket}} (see
+# docs/first-hour.md), read its weights from {{model_dir}}, and write one Kineto trace per rank to {{trace_dir}} on /stop_profile.
 serve = ["{{python}}", "-I", "-B", "{{launcher}}", {module}, "--model", "{{model_dir}}", "--tp", "{{tp}}",
          "--device", "{{device}}", "--uds", "{{socket}}", "--trace-dir", "{{trace_dir}}"]
 editable = [{editable}]

@@ -11,7 +11,7 @@ import review_desk
 from review_desk import LONG, XSS, Place
 from starlette.testclient import TestClient
 
-from optimizer import diff_view, localweb, parked, review, review_evidence, review_web, state
+from optimizer import cli, diff_view, localweb, parked, review, review_evidence, review_web, state
 from optimizer.knowledge import Blueprint, Evidence, Status
 from optimizer.ledger import Ledger
 from optimizer.review_evidence import Interval
@@ -100,6 +100,32 @@ def test_a_form_without_its_secret_decides_nothing(person, place, keys):
     assert person.post(WIN, data={**good, "pad": "x" * (300 << 10)}).status_code == 403
     assert not [x for x in ledger(place, "20260101-win") if x["kind"] == "reviewed"]
     assert person.post(WIN, data=good, headers={"origin": "http://127.0.0.1:8000"}).status_code == 303
+
+
+@pytest.mark.parametrize(
+    "argv", [["review", "--web", "--runs", "{runs}", "--blueprint", "{blueprint}", "--reviewer", "Eve"], ["report", "--serve", "--runs", "{runs}", "2026"]]
+)
+def test_the_command_prints_one_link_and_serves_this_machine_only(place, monkeypatch, capsys, argv):
+    seen = []
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: seen.append((self.config.app, sockets[0].getsockname())))
+    shutil.rmtree(place.runs / "20260102-parked")
+    given = [a.format(runs=place.runs, blueprint=place.blueprint) for a in argv]
+    monkeypatch.setattr("sys.argv", ["optimize", *given])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    [(app, (host, port))] = seen
+    link = re.fullmatch(rf"open (http://127\.0\.0\.1:{port}/)\?token=(\S{{32}}) \(Ctrl-C ends it\)\n", capsys.readouterr().out)
+    assert not end.value.code and host == "127.0.0.1" and link
+    browser = TestClient(app, base_url=link[1].rstrip("/"))
+    assert browser.get("/").status_code == 403 and browser.get("/", params={"token": link[2]}).status_code == 200
+
+
+def test_a_port_that_is_taken_is_one_line(place, monkeypatch, capsys):
+    with localweb.bind() as taken:
+        monkeypatch.setattr("sys.argv", ["optimize", "review", "--web", "--port", str(taken.getsockname()[1]), "--runs", str(place.runs)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 # -- decisions ----------------------------------------------------------------------------------------------------
@@ -247,6 +273,17 @@ def test_a_diff_keeps_its_line_numbers_and_is_not_fooled_by_lines_that_look_like
     lines = [(x.kind, x.old, x.new, "".join(p.text for p in x.pieces)) for x in shown.files[0].lines if x.kind in ("add", "del", "same")]
     assert lines == [("same", 1, 1, "one"), ("del", 2, None, "two"), ("add", None, 2, "++ b/x"), ("same", 3, 3, "three")]
     assert shown.warnings == ()
+
+
+def test_a_plain_diff_has_file_names_too_and_windows_line_ends_are_no_alarm():
+    plain = "--- a/x.py\r\n+++ b/x.py\r\n@@ -1 +1 @@\r\n-a\r\n+b\r\n--- old/y.py\t2026\n+++ new/y.py\t2026\n@@ -1,2 +1,2 @@\n \n--- gone\n+++ come\n"
+    shown = diff_view.view(plain)
+    assert [(f.name, f.added, f.deleted) for f in shown.files] == [("x.py", 1, 1), ("new/y.py", 1, 1)]
+    assert "".join(p.text for p in shown.files[1].lines[-1].pieces) == "++ come" and shown.warnings == ()
+    lying = diff_view.view("diff --git a/a b/a\n@@ -1,99999 +1,99999 @@\n-x\ndiff --git a/b b/b\n@@ -1 +1 @@\n+y\n")
+    assert [(f.name, f.added, f.deleted) for f in lying.files] == [("a", 0, 1), ("b", 1, 0)]
+    words = diff_view.view("not a diff\nat all")
+    assert [(f.name, len(f.lines)) for f in words.files] == [("(no file named)", 2)]
 
 
 def test_many_files_are_counted_not_drawn():
