@@ -75,7 +75,8 @@ def take_up(run: Run, limits: Limits, console: Console) -> int:
 
     lines = run.ledger.lines()
     want = run.request
-    ended = any(line["kind"] == "finished" for line in lines[-1:]) and state.waiting(lines) is None
+    own = [line for line in lines if line["kind"] != "reviewed"]  # a person's decisions come after the end
+    ended = any(line["kind"] == "finished" for line in own[-1:]) and state.waiting(lines) is None
     if ended and limits == Limits():
         raise RunError(f"run {want.id} has finished; give --attempts or --budget-minutes to go on with it")
     seal.verify()

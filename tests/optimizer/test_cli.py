@@ -149,6 +149,16 @@ def test_a_finished_run_is_only_taken_up_with_a_new_limit(optimize, finished):
     assert code == 2 and "has finished" in err
 
 
+def test_a_finished_run_stays_finished_when_a_person_has_reviewed_it(optimize, finished):
+    from optimizer.ledger import Ledger
+
+    ledger = Ledger(finished / "runs" / "first" / "ledger.jsonl")
+    ledger.append("reviewed", 1, {"entry": "first.1", "decision": "accepted", "reviewer": "Ada"})
+    ledger.close()
+    code, _, err = optimize("resume", "first", "--runs", finished / "runs")
+    assert code == 2 and "has finished" in err
+
+
 def test_verify_says_what_is_wrong_and_fails(optimize, finished):
     code, out, _ = optimize("verify", "--runs", finished / "runs")
     assert code == 1 and "weights" in out and "NO" in out
