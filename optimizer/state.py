@@ -174,6 +174,8 @@ def wall_s(lines: Sequence[Line]) -> float:
     for line in lines:
         if line["data"].get("discarded") == "interrupted":
             continue  # entered by the process that found it: the time between was nobody's
+        if line["kind"] == "reviewed":
+            continue  # by a person, perhaps days later
         at = datetime.fromisoformat(line["t_utc"])
         if line["kind"] in ("run_started", "resumed"):
             total += (last - start).total_seconds() if start and last else 0.0

@@ -111,3 +111,13 @@ def test_time_in_which_no_process_worked_is_not_spent():
         line("resumed", 50),
     ]
     assert wall_s(lines) == (2 + 3) * 60
+
+
+def test_a_review_days_later_is_no_working_time():
+    from optimizer.state import wall_s
+
+    def line(kind: str, at: str) -> dict:
+        return {"kind": kind, "t_utc": f"2026-01-{at}:00.000+00:00", "data": {}}
+
+    lines = [line("run_started", "01T10:00"), line("finished", "01T10:05"), line("reviewed", "09T08:00")]
+    assert wall_s(lines) == 5 * 60
