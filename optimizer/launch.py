@@ -92,11 +92,11 @@ class Server:
         return sorted(pid for pid in self.processes() if procfs.runs(pid, python, but_not=sandbox.JAIL.name))
 
     def census(self) -> dict[str, int]:
-        """Totals over the sandbox: `processes`, `threads`, `fds`, `rss_bytes` (proportional set size)."""
+        """Totals over the sandbox: `processes`, `threads`, `fds`, `rss_bytes` (what was allocated: `procfs.own_bytes`)."""
         total = {"processes": 0, "threads": 0, "fds": 0, "rss_bytes": 0}
         for pid in self.processes():
             with contextlib.suppress(OSError):
-                total["rss_bytes"] += procfs.pss_bytes(pid)
+                total["rss_bytes"] += procfs.own_bytes(pid)
                 total["threads"] += procfs.count(pid, "task")
                 total["fds"] += procfs.count(pid, "fd")
                 total["processes"] += 1

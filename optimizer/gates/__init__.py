@@ -67,8 +67,8 @@ FULL: tuple[Gate, ...] = (
     Gate("delays", "G20", races.delays),
     Gate("resources", "G19", resources.ranks),
     Gate("witness", "G18", witness.check),
+    Gate("leak", "G19", resources.leak),  # first of its launch: memory that was freed would hide a leak
     Gate("poison", "G20", races.poison),
-    Gate("leak", "G19", resources.leak),
     Gate("parallel", "G12", parallel.check),
     Gate("startup", "G21", startup.check),
     Gate("memory", "G19", resources.against_incumbent),
