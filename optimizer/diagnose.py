@@ -15,7 +15,6 @@ from trace_diff import api
 from trace_diff.analysis import Analysis
 from trace_diff.ingest import TraceError
 
-
 SHOWN_FINDINGS = 8  # on the terminal; the report has all
 
 
