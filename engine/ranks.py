@@ -46,8 +46,9 @@ class Ranks:
             process.start()
             theirs.close()
             self._processes.append(process)
+        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         if self._processes:
-            threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+            self._watcher.start()
 
     def send(self, message: Any) -> None:
         """Tell every other rank."""
@@ -67,6 +68,11 @@ class Ranks:
         for process in self._processes:
             process.join(_EXIT_GRACE_S)
         self.kill()
+
+    def name_the_dead(self) -> None:
+        """After a failed step: when a rank's death is the cause, let the watch say so and end the server."""
+        if self._processes and wait([process.sentinel for process in self._processes], timeout=1.0):
+            self._watcher.join(_EXIT_GRACE_S)
 
     def kill(self) -> None:
         """End the ranks at once: they may be waiting for rank 0 in a collective."""

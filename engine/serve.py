@@ -54,6 +54,9 @@ def serve(options: EngineConfig) -> int:
             core.run()
             http.stop()
             ranks.stop()
+        except (RuntimeError, OSError):  # a collective or a pipe that broke: perhaps because a rank died
+            ranks.name_the_dead()
+            raise
         finally:
             ranks.kill()
     if core.failure:
