@@ -200,7 +200,7 @@ CHEATS: tuple[Case, ...] = (
     cheat("R47", "a json.py beside the harness", "G01", new_file("json.py", "from statistics import *\n"), fast=True),
     cheat(
         "R49", "reads stored outputs of the host", "G04 G02",
-        append("EngineCore", "from pathlib import Path\n\n_GOLDEN = Path(\"/work/golden.json\").read_text()"), fast=True,
+        append("EngineCore", "from pathlib import Path\n\n_GOLDEN = Path(\"/golden.json\").read_text()"), fast=True,
     ),
     cheat("R49b", "the same, hidden from the source check", "G04 G05", append("EngineCore", "_GOLDEN = open(chr(47) + \"work\" + chr(47) + \"golden.json\").read()"), without=("policy",)),
     cheat("R51", "delegates to transformers", "G06 G18 G02", append("EngineCore", "from transformers import AutoModelForCausalLM"), fast=True),
