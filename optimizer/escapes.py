@@ -198,39 +198,15 @@ def _probe(
     for name in ("io/traces", "tmp", "tree", "weights"):
         (work / name).mkdir(parents=True)
     limits = replace(default_limits(_spec(work, level)), file_bytes=64 << 20)
-    if extra.get("bomb"):
-        limits = replace(limits, pids=64)
-    if extra.get("hog"):
-        limits = replace(limits, memory_bytes=256 << 20)
+    limits = replace(limits, pids=64) if extra.get("bomb") else limits
+    limits = replace(limits, memory_bytes=256 << 20) if extra.get("hog") else limits
     server = Server(_spec(work, level), level, work, limits)
-    binds = {
-        "tree": Bind(work / "tree", sandbox.TREE),
-        "weights": Bind(work / "weights", sandbox.WEIGHTS),
-        "io": Bind(work / "io", sandbox.IO, writable=True),
-        "tmp": Bind(work / "tmp", "/tmp", writable=True),
-    }
-    shown = {name: sandbox.inside(level, bind) for name, bind in binds.items()}
-    if level.name in MOUNTED:
-        del binds["tmp"]
-    spec = {
-        **{name: shown[name] for name in ("tree", "weights", "io")},
-        "secret_file": str(host.file), "secret": host.secret, "secret_env": host.name, "port": host.tcp.getsockname()[1],
-        "abstract": host.mark, "host_pid": os.getpid(), "mark": host.mark, "file_bytes": limits.file_bytes,
-        "bomb": False, "hog": False, **extra,
-    }  # fmt: skip
-    python = Path(sys.executable)
-    command = [str(python), "-I", "-B", "-c", PROBE, json.dumps(spec)]
-    own = [*binds.values(), *sandbox.python_binds(python)]
-    server.start(command, {"PATH": "/usr/bin:/bin"}, own, shown["tree"], ())
+    _start(server, host, extra)
     try:
         last = "bomb.json" if extra.get("bomb") else "hog.json" if extra.get("hog") else "result.json"
-        got = _await(server, last)
-        most = _settle(server, extra)
+        side: dict[str, object] = {"last": _await(server, last), "processes": _settle(server, extra)}
         first = read_result(server.io, "result.json", 1 << 20)
-        result = json.loads(first) if first else {}
-        side: dict[str, object] = {
-            "last": got,
-            "processes": most,
+        side |= {
             "killed": server.killed_for or (not server.alive()),
             "oom": server.oom_kills(),
             "link": read_result(server.io, "link.json", 1 << 20),
@@ -238,9 +214,30 @@ def _probe(
         }
     finally:
         server.close()
-    side["daemon"] = _marked(host.mark)
-    side["left"] = work.exists()
-    return result, side
+    side |= {"daemon": _marked(host.mark), "left": work.exists()}
+    return json.loads(first) if first else {}, side
+
+
+def _start(server: Server, host: _Host, extra: dict[str, bool]) -> None:
+    """PROBE in the place of an engine, with everything it is to try."""
+    work, level = server.work, server.level
+    binds = {
+        "tree": Bind(work / "tree", sandbox.TREE),
+        "weights": Bind(work / "weights", sandbox.WEIGHTS),
+        "io": Bind(work / "io", sandbox.IO, writable=True),
+    }
+    shown = {name: sandbox.inside(level, bind) for name, bind in binds.items()}
+    if level.name not in MOUNTED:
+        binds["tmp"] = Bind(work / "tmp", "/tmp", writable=True)
+    spec = {
+        **shown, "secret_file": str(host.file), "secret": host.secret, "secret_env": host.name,
+        "port": host.tcp.getsockname()[1], "abstract": host.mark, "host_pid": os.getpid(), "mark": host.mark,
+        "file_bytes": server.limits.file_bytes, "bomb": False, "hog": False, **extra,
+    }  # fmt: skip
+    python = Path(sys.executable)
+    command = [str(python), "-I", "-B", "-c", PROBE, json.dumps(spec)]
+    visible = [*binds.values(), *sandbox.python_binds(python)]
+    server.start(command, {"PATH": "/usr/bin:/bin"}, visible, shown["tree"], ())
 
 
 def _settle(server: Server, extra: dict[str, bool]) -> int:

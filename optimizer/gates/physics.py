@@ -75,16 +75,19 @@ def check(lab: Lab) -> GateResult:
     if again_s < REPEAT_SHARE * pass_s:
         detail = f"a repeated prompt decodes at {again_s * 1e3:.3g} ms a pass, the first time at {pass_s * 1e3:.3g} ms"
         return failed("physics", "G09", RejectReason.PHYSICS, f"answers from memory: {detail}", **facts)
-    why = None
-    if pass_s < SLACK * least.decode_s:
-        why = f"{pass_s * 1e3:.3g} ms a pass; reading the weights takes {least.decode_s * 1e3:.3g} ms"
-    elif ttft < SLACK * least.prefill_s:
-        why = f"prefill in {ttft * 1e3:.3g} ms; its products take {least.prefill_s * 1e3:.3g} ms"
-    elif burst > MOST_PER_PASS:
-        why = f"{burst} tokens arrived at once, at most {MOST_PER_PASS} can come of one pass"
-    if why:
+    if why := _too_good(least, pass_s, ttft, burst):
         return parked("physics", "G17", RejectReason.PHYSICS, why, **facts)
     return passed("physics", "G17 G09", **facts)
+
+
+def _too_good(least: Floor, pass_s: float, ttft: float, burst: int) -> str | None:
+    if pass_s < SLACK * least.decode_s:
+        return f"{pass_s * 1e3:.3g} ms a pass; reading the weights takes {least.decode_s * 1e3:.3g} ms"
+    if ttft < SLACK * least.prefill_s:
+        return f"prefill in {ttft * 1e3:.3g} ms; its products take {least.prefill_s * 1e3:.3g} ms"
+    if burst > MOST_PER_PASS:
+        return f"{burst} tokens arrived at once, at most {MOST_PER_PASS} can come of one pass"
+    return None
 
 
 def passes(stream: Stream) -> tuple[float, int]:

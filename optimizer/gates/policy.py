@@ -52,27 +52,10 @@ _BY_NAME = {name: (action, why) for name, action, why in reversed(RULES)}
 _STATE_WORDS = ("profiler_enabled", "profiler_type", "kineto_available", "is_profiling")
 LONG_TEXT, LONG_BYTES, MANY_NUMBERS, STORED_NUMBERS = 240, 64, 24, 16
 # Places of the machine that an engine reaches through its arguments or not at all.
-_PLACES = tuple(
-    f"/{name}"
-    for name in [
-        "proc",
-        "sys",
-        "etc",
-        "usr",
-        "root",
-        "home",
-        "work",
-        "opt",
-        "var",
-        "mnt",
-        "weights",
-        "io",
-        "candidate",
-        "bin",
-        "lib",
-        "boot",
-    ]
-)
+_PLACES = (
+    "/proc", "/sys", "/etc", "/usr", "/root", "/home", "/opt", "/var", "/mnt", "/srv", "/data", "/boot", "/bin", "/lib",
+    "/weights", "/io", "/candidate", "/launcher.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
