@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from optimizer.client import Client, Request
+from optimizer.traffic.client import Client, Request
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

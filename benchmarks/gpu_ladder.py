@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_engine import QWEN3_8B, emit
-from optimizer import weights
-from optimizer.client import Request
-from optimizer.launch import Server, launch
-from optimizer.oracle import Oracle
-from optimizer.prompts import PromptSource
+from optimizer.confine.launch import Server, launch
 from optimizer.proposers import skillbook
 from optimizer.target import load_target
+from optimizer.traffic.client import Request
+from optimizer.traffic.prompts import PromptSource
+from optimizer.truth import weights
+from optimizer.truth.oracle import Oracle
 from optimizer.types import LaunchSpec, Stream
 
 REPO = Path(__file__).resolve().parent.parent

@@ -24,13 +24,14 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.gpu_engine import QWEN3_8B
-from optimizer import fingerprint, gates, run, seal, start, summary, weights
+from optimizer import fingerprint, gates, run, seal, start, summary
 from optimizer.gates.context import Lab
 from optimizer.loop import Loop
 from optimizer.resume import reopen
 from optimizer.run import Limits, Run
 from optimizer.services import Interrupted
 from optimizer.session import greet, interruptible
+from optimizer.truth import weights
 from optimizer.view import Terminal
 
 GPU_SKILLS = "inference-mode,cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections"
@@ -84,7 +85,7 @@ def write_secret_weights(found: Run, prompts: object) -> None:
 
 def work(found: Run, options: argparse.Namespace, console: Console) -> str:
     """The loop until it ends or the sitting does. Returns why it stopped."""
-    from optimizer.prompts import PromptSource
+    from optimizer.traffic.prompts import PromptSource
     from optimizer.wiring import real
 
     prompts = PromptSource(bytes.fromhex(found.request.prompt_key), found.request.model_dir)

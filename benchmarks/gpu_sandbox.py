@@ -13,10 +13,10 @@ import json
 import sys
 from pathlib import Path
 
-from optimizer import sandbox
-from optimizer.client import Request
-from optimizer.launch import launch
+from optimizer.confine import sandbox
+from optimizer.confine.launch import launch
 from optimizer.target import load_target
+from optimizer.traffic.client import Request
 from optimizer.types import LaunchSpec
 
 REPO = Path(__file__).resolve().parent.parent

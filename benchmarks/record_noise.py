@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks import noise
 from optimizer import measure
 from optimizer.fingerprint import fingerprint
-from optimizer.oracle import Oracle
-from optimizer.prompts import PromptSource
 from optimizer.target import load_target
+from optimizer.traffic.prompts import PromptSource
+from optimizer.truth.oracle import Oracle
 from optimizer.types import LaunchSpec, Pair, Stage
 
 ROOT = Path(__file__).resolve().parent.parent

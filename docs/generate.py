@@ -18,14 +18,14 @@ ROOT = DOCS.parent
 _BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.S)
 # Checks that are made elsewhere than in a gate of their own.
 _ELSEWHERE = (
-    ("G04", "optimizer/sandbox.py", "what a candidate may reach"),
+    ("G04", "optimizer/confine/sandbox.py", "what a candidate may reach"),
     ("G10", "optimizer/measure.py", "the very streams that were timed are checked by the oracle"),
-    ("G16", "optimizer/client.py", "the clock is outside the candidate"),
+    ("G16", "optimizer/traffic/client.py", "the clock is outside the candidate"),
     ("G22", "optimizer/accept.py", "whether a gain is real"),
     ("G23", "optimizer/accept.py", "the reported gain comes from fresh prompts"),
-    ("G24", "optimizer/prompts.py", "prompts are secret and fresh"),
+    ("G24", "optimizer/traffic/prompts.py", "prompts are secret and fresh"),
     ("G25", "optimizer/ablate.py", "each accepted patch is left out once at the end"),
-    ("G26", "optimizer/review.py", "a person decides what becomes knowledge"),
+    ("G26", "optimizer/review/queue.py", "a person decides what becomes knowledge"),
     ("G28", "optimizer/explain.py", "a gain that the trace does not explain waits for a person"),
 )
 
@@ -153,7 +153,7 @@ def reasons() -> str:
 
 def problems() -> str:
     """What the validator of the blueprint finds."""
-    from optimizer.blueprint_check import BLOCKING, Kind
+    from optimizer.knowledge.check import BLOCKING, Kind
 
     rows = [f"| `{kind.value}` | {'blocks acceptance' if kind in BLOCKING else 'is shown'} |" for kind in Kind]
     return "| Problem | Effect |\n|---|---|\n" + "\n".join(rows)
@@ -161,7 +161,7 @@ def problems() -> str:
 
 def entry_fields() -> str:
     """Fields of a knowledge entry."""
-    from optimizer.knowledge import Entry, Evidence, Gains, Scope
+    from optimizer.knowledge.blueprint import Entry, Evidence, Gains, Scope
 
     lines = []
     for name, model in (("entry", Entry), ("scope", Scope), ("gain", Gains), ("evidence", Evidence)):

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from optimizer.client import ClientError, Request
-from optimizer.launch import LaunchError, Server, launch
-from optimizer.prompts import PromptSource
+from optimizer.confine.launch import LaunchError, Server, launch
 from optimizer.serial import write_json
 from optimizer.services import Capture
+from optimizer.traffic.client import ClientError, Request
+from optimizer.traffic.prompts import PromptSource
 from optimizer.types import Cell, LaunchSpec, RejectReason, Stream
 
 PROFILED_TOKENS = 12  # a decode window of this many steps, less the first

@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from optimizer import review_cli, start
+from optimizer import start
+from optimizer.review import cli as review_cli
 
 app = typer.Typer(
     add_completion=False,
@@ -134,7 +135,7 @@ def admit(
     """Let a parked patch be judged: `optimize resume` then tries it again."""
     import getpass
 
-    from optimizer import admit as admitting
+    from optimizer.review import admit as admitting
     from optimizer.run import find, load
 
     found = load(find(runs, run))
@@ -233,8 +234,8 @@ def bench(
     runs: Runs = RUNS,
 ) -> None:
     """The first and the final engine of a run, and other servers, measured by AIPerf and by our own client."""
-    from optimizer import bench_aiperf as benching
     from optimizer.run import find, load
+    from optimizer.traffic import bench_aiperf as benching
 
     if not aiperf:
         _fail("bench knows --aiperf only; the loop's own measurement is `optimize`")

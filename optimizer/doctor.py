@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimizer import fingerprint, loadgen, sandbox
+from optimizer import fingerprint
+from optimizer.confine import sandbox
+from optimizer.traffic import loadgen
 
 
 @dataclass(frozen=True, slots=True)

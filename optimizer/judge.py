@@ -15,13 +15,13 @@ from contextlib import contextmanager
 
 from optimizer import accept, state
 from optimizer.candidate import Candidate, Member
-from optimizer.launch import LaunchError
+from optimizer.confine.launch import LaunchError
+from optimizer.confine.sandbox import SandboxError
 from optimizer.measure import CandidateFailed, InfrastructureError
-from optimizer.oracle import OracleError
 from optimizer.run import Run
-from optimizer.sandbox import SandboxError
 from optimizer.serial import build, plain
 from optimizer.services import Interrupted, Services, Stop
+from optimizer.truth.oracle import OracleError
 from optimizer.types import Calibration, LaunchSpec, Pair, RejectReason, Stage, StageResult, Verdict
 
 STAGES = (Stage.SCREEN, Stage.DECIDE, Stage.CONFIRM)

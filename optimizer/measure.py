@@ -18,13 +18,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optimizer import environment, procfs, targets
-from optimizer import prompts as prompt_source
-from optimizer.client import ClientError, Request
-from optimizer.launch import LaunchError, launch
-from optimizer.loadgen import Load, LoadError, LoadGenerator
-from optimizer.oracle import OracleError
+from optimizer import environment, targets
+from optimizer.confine import procfs
+from optimizer.confine.launch import LaunchError, launch
 from optimizer.targets import PROTOCOLS, Timed, protocol_for
+from optimizer.traffic import prompts as prompt_source
+from optimizer.traffic.client import ClientError, Request
+from optimizer.traffic.loadgen import Load, LoadError, LoadGenerator
+from optimizer.truth.oracle import OracleError
 from optimizer.types import Cell, LaunchSpec, Pair, Protocol, RejectReason, Stage, Stream
 
 __all__ = ["PROTOCOLS", "Bench", "CandidateFailed", "InfrastructureError", "protocol_for", "run_pair"]

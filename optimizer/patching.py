@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from .types import Edit, Patch
+from optimizer.types import Edit, Patch
 
 _LINE_END = r"[ \t]*\r?\n"
 

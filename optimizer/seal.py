@@ -19,9 +19,9 @@ PACKAGES = ("optimizer", "reports", "trace_diff")
 ROOTS = (
     "optimizer/measure.py",
     "optimizer/accept.py",
-    "optimizer/oracle_worker.py",
-    "optimizer/launcher.py",
-    "optimizer/jail.py",
+    "optimizer/truth/oracle_worker.py",
+    "optimizer/confine/launcher.py",
+    "optimizer/confine/jail.py",
 )
 
 

@@ -13,11 +13,12 @@ from types import FrameType
 
 from rich.console import Console
 
-from optimizer import state, summary, weights
+from optimizer import state, summary
 from optimizer.loop import Loop
 from optimizer.resume import reopen
 from optimizer.run import Limits, Run, RunError
 from optimizer.services import Interrupted
+from optimizer.truth import weights
 from optimizer.view import Terminal
 
 DONE, STOPPED = 0, 130

@@ -179,13 +179,13 @@ def _weights(model: Path, place: Path, seed: int) -> tuple[Path, int | None]:
     """The model as it is, or where it has no weights a copy with random ones from the run's seed."""
     if any(model.glob("*.safetensors")):
         return model, None
-    from optimizer import weights
+    from optimizer.truth import weights
 
     return weights.write_random(model, place / "weights" / "dummy", seed).resolve(), seed
 
 
 def _weights_sha(model: Path) -> str:
-    from optimizer import weights
+    from optimizer.truth import weights
 
     return weights.digest(model)
 
@@ -201,7 +201,7 @@ def _python(options: Options) -> Path:
 
 
 def _sandbox(options: Options) -> str:
-    from optimizer import sandbox
+    from optimizer.confine import sandbox
 
     level = sandbox.detect()
     if level.name == "none" and not options.unsafe_no_sandbox:

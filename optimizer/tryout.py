@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .run import Run
+from optimizer.run import Run
 
 PROMPT = tuple(range(3, 20))
 SHAPES = ((1, 5), (3, 4))  # (requests at once, new tokens)
@@ -17,8 +17,8 @@ SHAPES = ((1, 5), (3, 4))  # (requests at once, new tokens)
 
 def try_out(run: Run, sources: Mapping[str, str]) -> str | None:
     """None when the engine starts and answers, else one line. Never raises for a faulty candidate."""
-    from .client import ClientError, Request
-    from .launch import LaunchError, launch
+    from optimizer.confine.launch import LaunchError, launch
+    from optimizer.traffic.client import ClientError, Request
 
     base = run.repo.sources(run.repo.incumbent(), run.target.editable)
     changed: dict[str, str | None] = {f: t for f, t in sources.items() if base.get(f) != t}

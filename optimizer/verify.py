@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimizer import seal, state, weights
+from optimizer import seal, state
 from optimizer.ledger import Ledger, LedgerBroken, Line
 from optimizer.run import Run, load
 from optimizer.runrepo import GitError
+from optimizer.truth import weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,11 @@ class WeightsChanged(Exception):
 @contextmanager
 def real(run: Run, view: View) -> Iterator[Services]:
     """Services of a run; the oracle's process lives as long as this is open."""
-    from optimizer import bands
     from optimizer.measure import PROTOCOLS, protocol_for
-    from optimizer.oracle import Oracle
     from optimizer.patching import apply_edits
-    from optimizer.prompts import PromptSource
+    from optimizer.traffic.prompts import PromptSource
+    from optimizer.truth import bands
+    from optimizer.truth.oracle import Oracle
 
     want = run.request
     protocol = protocol_for(PROTOCOLS[want.protocol], want.metric, want.device)
@@ -172,7 +172,8 @@ class _Real:
 
     def check_seal(self) -> None:
         """Raises SealBroken or WeightsChanged; the run ends, since nothing judged since can be trusted."""
-        from optimizer import seal, weights
+        from optimizer import seal
+        from optimizer.truth import weights
 
         seal.verify()
         now = weights.fingerprint(self.run.request.model_dir)
@@ -181,12 +182,12 @@ class _Real:
             raise WeightsChanged(f"the files in {self.run.request.model_dir} changed during the run")
 
     def learn(self, number: int | None) -> list[str]:
-        from optimizer.learning import learn
+        from optimizer.knowledge.learning import learn
 
         return learn(self.run, number)
 
 
 def _knowledge(run: Run) -> Any:
-    from optimizer.learning import accepted
+    from optimizer.knowledge.learning import accepted
 
     return accepted(run)

@@ -16,7 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from optimizer import sandbox, seal
+from optimizer import seal
+from optimizer.confine import sandbox
 from redteam.arena import Arena
 from redteam.benign import BENIGN
 from redteam.case import Case, Stale

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from optimizer.gates import GateContext
-from optimizer.oracle import Oracle
-from optimizer.prompts import PromptSource
 from optimizer.runrepo import RunRepo
 from optimizer.target import load_target
 from optimizer.targets import PROTOCOLS
+from optimizer.traffic.prompts import PromptSource
+from optimizer.truth.oracle import Oracle
 from optimizer.types import LaunchSpec, Target
 
 REPO = Path(__file__).resolve().parent.parent

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from optimizer import target_init
-from optimizer.client import Request
+from optimizer.confine.launch import launch
 from optimizer.gates import boot, streams
-from optimizer.launch import launch
-from optimizer.oracle import Oracle
 from optimizer.target import load_target
+from optimizer.traffic.client import Request
+from optimizer.truth.oracle import Oracle
 from optimizer.types import LaunchSpec
 from trace_diff import api
 
@@ -50,7 +50,7 @@ def test_what_it_answers_is_right_and_accounted_for(served):
 
 
 def _ends() -> list[int]:
-    from optimizer import weights
+    from optimizer.truth import weights
 
     return list(weights.eos_ids(MODEL))
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from optimizer.client import ClientError
+from optimizer.confine.launch import LaunchError
 from optimizer.gates import (
     accounting,
     boot,
@@ -31,7 +31,7 @@ from optimizer.gates import (
     witness,
 )  # fmt: skip
 from optimizer.gates.context import Failed, GateContext, Lab, Setup, failed
-from optimizer.launch import LaunchError
+from optimizer.traffic.client import ClientError
 from optimizer.types import GateResult, RejectReason
 
 __all__ = ["FULL", "QUICK", "GateContext", "Setup", "run"]

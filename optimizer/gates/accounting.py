@@ -6,11 +6,11 @@ A stopped answer must be a prefix of the unstopped one, cut exactly before the s
 
 from __future__ import annotations
 
-from optimizer import weights
-from optimizer.client import Request
+from optimizer.confine.launch import Server
 from optimizer.gates import shapes, streams
 from optimizer.gates.context import Failed, Lab, ask, passed
-from optimizer.launch import Server
+from optimizer.traffic.client import Request
+from optimizer.truth import weights
 from optimizer.types import GateResult, RejectReason, Stream
 
 NEW_TOKENS = 24

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from optimizer import sandbox
+from optimizer.confine import sandbox
 from optimizer.gates import startup
 from optimizer.gates.context import Lab, failed, passed
 from optimizer.types import GateResult, RejectReason

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from optimizer import weights
-from optimizer.client import Request
-from optimizer.launch import Server, launch
-from optimizer.oracle import Oracle
-from optimizer.prompts import PromptSource
+from optimizer.confine.launch import Server, launch
+from optimizer.traffic.client import Request
+from optimizer.traffic.prompts import PromptSource
+from optimizer.truth import weights
+from optimizer.truth.oracle import Oracle
 from optimizer.types import GateResult, LaunchSpec, Protocol, RejectReason, Stream, Target
 
 

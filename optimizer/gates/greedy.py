@@ -6,9 +6,9 @@ batch, or only with several ranks. Not for: long contexts and odd shapes (`shape
 
 from __future__ import annotations
 
-from optimizer.client import Request
 from optimizer.gates import streams
 from optimizer.gates.context import Lab, ask, failed
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason, Stream
 
 LENGTHS = (15, 16, 17, 24, 31, 33, 48, 64)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from optimizer.client import Request
+from optimizer.confine.launch import Server
 from optimizer.gates.context import Lab, Setup, broken, failed, parked, passed
-from optimizer.launch import Server
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason, Stream
 
 NEW_TOKENS = 3

@@ -6,9 +6,9 @@ Not for: races between ranks (`races.py`).
 
 from __future__ import annotations
 
-from optimizer.client import Request
 from optimizer.gates import streams
 from optimizer.gates.context import Lab, ask, passed
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason
 
 LENGTHS = (15, 17, 32, 48)

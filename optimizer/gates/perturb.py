@@ -6,9 +6,9 @@ Not for: all weights new (`shapes.swap`).
 
 from __future__ import annotations
 
-from optimizer.client import Request
 from optimizer.gates import shapes, startup, streams
 from optimizer.gates.context import Lab, Setup, ask, passed
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason
 
 LENGTHS = (13, 16, 29, 34)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optimizer.client import Request
 from optimizer.gates import shapes
 from optimizer.gates.context import Lab, ask, failed, parked, passed
 from optimizer.gates.model_math import Model
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason, Stream
 
 SLACK = 0.5  # a pass may take half of the bound: caches, a better kernel than ours

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from optimizer.confine.sandbox import OTHER_ENGINES
 from optimizer.gates.context import Lab, failed, parked, passed
 from optimizer.gates.scope import Change, _show, changes
-from optimizer.sandbox import OTHER_ENGINES
 from optimizer.types import GateResult, RejectReason
 
 REJECT, ASK = "reject", "ask"

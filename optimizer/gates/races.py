@@ -13,10 +13,10 @@ import signal
 import threading
 import time
 
-from optimizer.client import Request
+from optimizer.confine.launch import Server
 from optimizer.gates import perturb, shapes, streams
 from optimizer.gates.context import Failed, Lab, Setup, ask, failed, passed
-from optimizer.launch import Server
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason
 
 LENGTHS = (14, 16, 21, 35)

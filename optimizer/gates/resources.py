@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from statistics import median
 
-from optimizer.client import Request
 from optimizer.gates import perturb, races, streams
 from optimizer.gates.context import Failed, Lab, Setup, ask, failed, passed
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason
 
 REQUESTS, BATCH = 300, 60

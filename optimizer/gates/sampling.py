@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from optimizer.client import Request
+from optimizer.confine.launch import Server
 from optimizer.gates import shapes
 from optimizer.gates.context import Failed, Lab, ask, passed
-from optimizer.launch import Server
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason, Stream
 
 ALPHA = 1e-5

@@ -5,8 +5,9 @@ Not for: what SEAL covers (`seal.py`).
 
 from __future__ import annotations
 
-from optimizer import seal, weights
+from optimizer import seal
 from optimizer.gates.context import Lab, failed, passed
+from optimizer.truth import weights
 from optimizer.types import GateResult, RejectReason
 
 _WEIGHTS: dict[str, object] = {}

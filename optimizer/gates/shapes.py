@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 
-from optimizer import weights
-from optimizer.client import Request
+from optimizer.confine.launch import Server
 from optimizer.gates import streams
 from optimizer.gates.context import Failed, Lab, Setup, ask, passed
-from optimizer.launch import Server
-from optimizer.prompts import PAGE_LENGTHS
+from optimizer.traffic.client import Request
+from optimizer.traffic.prompts import PAGE_LENGTHS
+from optimizer.truth import weights
 from optimizer.types import GateResult, RejectReason, Stream
 
 BATCHES = (1, 2, 3, 5, 8, 17, 33, 66)

@@ -6,8 +6,8 @@ A coarse check for costs that were moved out of the timed window (tuning for min
 
 from __future__ import annotations
 
-from optimizer.client import Request
 from optimizer.gates.context import Lab, ask, failed, passed
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason
 
 FACTOR = 1.5

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer.gates.context import failed, parked, passed
-from optimizer.oracle import Oracle, Score
+from optimizer.truth.oracle import Oracle, Score
 from optimizer.types import GateResult, RejectReason, Stream
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from optimizer.client import Request
 from optimizer.gates import perturb, streams
 from optimizer.gates.context import Lab, ask, failed, parked, passed
 from optimizer.gates.model_math import Model
+from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason
 
 STEP = re.compile(r"execute_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)")

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
+from optimizer.knowledge.blueprint import Entry
+from optimizer.runrepo import matches
+from optimizer.types import Series
 from trace_diff.types import Finding
-
-from ..knowledge import Entry
-from ..runrepo import matches
-from ..types import Series
 
 MAX_FILES, MAX_LINES = 3, 120  # the envelope of one patch; the scope gate has the last word
 

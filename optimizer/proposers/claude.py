@@ -17,7 +17,8 @@ from typing import Any
 
 import anthropic
 
-from ..types import Series
+from optimizer.types import Series
+
 from . import skillbook
 from .base import MAX_FILES, MAX_LINES, Declined, ProposeContext
 from .meter import CHARS_PER_TOKEN, CapReached, Meter, Prices, Recorder

@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..types import Series
+from optimizer.types import Series
+
 from .base import Declined, ProposeContext
 from .mailbox import Mailbox
 

@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from optimizer.knowledge.blueprint import Entry
+from optimizer.serial import build, plain, write_json
+from optimizer.types import Series
 from trace_diff.types import Finding
 
-from ..knowledge import Entry
-from ..serial import build, plain, write_json
-from ..types import Series
 from .base import Budget, Declined, ProposeContext
 
 FOLDER = "mailbox"

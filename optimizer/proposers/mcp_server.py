@@ -20,9 +20,10 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError as McpToolError
 from pydantic import BaseModel, Field
 
-from .. import run as runs
-from .. import state
-from ..run import RunError
+from optimizer import run as runs
+from optimizer import state
+from optimizer.run import RunError
+
 from . import skillbook
 from .base import Declined, ProposeContext
 from .mailbox import AlreadyAnswered, Mailbox
@@ -172,7 +173,7 @@ class Session:
         return "declined; the run ends when its proposer has nothing left"
 
     def _try_out(self, sources: Any) -> str | None:
-        from ..tryout import try_out
+        from optimizer.tryout import try_out
 
         return try_out(self._run(), sources)
 

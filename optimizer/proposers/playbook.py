@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from optimizer.knowledge.blueprint import Entry
+from optimizer.patching import apply_edits, ast_hash, changed_lines, edits_from
+from optimizer.types import Patch, RejectReason, Series
 from trace_diff.types import Finding, Status
 
-from ..knowledge import Entry
-from ..patching import apply_edits, ast_hash, changed_lines, edits_from
-from ..types import Patch, RejectReason, Series
 from . import skillbook
 from .base import MAX_FILES, MAX_LINES, Declined, HistoryItem, ProposeContext, Refusal
 from .skillbook import Rewrite, Skill

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..patching import EditMismatch, apply_edits
-from ..serial import build, plain
-from ..types import Series
+from optimizer.patching import EditMismatch, apply_edits
+from optimizer.serial import build, plain
+from optimizer.types import Series
+
 from .base import Declined, ProposeContext
 
 

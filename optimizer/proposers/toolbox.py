@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trace_diff.types import Finding, Status
-
-from ..patching import (
+from optimizer.patching import (
     EditMismatch,
     apply_edits,
     ast_hash,
@@ -23,8 +21,10 @@ from ..patching import (
     functions,
     replace_function,
 )
-from ..runrepo import matches
-from ..types import Edit, Patch, Series
+from optimizer.runrepo import matches
+from optimizer.types import Edit, Patch, Series
+from trace_diff.types import Finding, Status
+
 from . import skillbook
 from .base import MAX_FILES, MAX_LINES, ProposeContext
 

@@ -21,15 +21,15 @@ from optimizer import gates
 from optimizer.budget import Budget
 from optimizer.ledger import Ledger
 from optimizer.measure import PROTOCOLS, CandidateFailed
-from optimizer.oracle import BANDS, Score
 from optimizer.patching import apply_edits
-from optimizer.prompts import PromptSource
 from optimizer.run import Limits, Run, create
 from optimizer.run import Request as RunRequest
 from optimizer.runrepo import matches
 from optimizer.services import Capture, Diagnosis, NoProposal, Question, Services
 from optimizer.state import wall_s
 from optimizer.target import load_target
+from optimizer.traffic.prompts import PromptSource
+from optimizer.truth.oracle import BANDS, Score
 from optimizer.types import Edit, GateResult, LaunchSpec, Pair, Patch, RejectReason, Series, Stage, Stream
 from optimizer.view import Quiet
 from trace_diff.types import Finding, Status

@@ -13,7 +13,7 @@ from pathlib import Path
 import loop_fakes as fake
 from loop_fakes import Fakes, new_run
 
-from optimizer.knowledge import Blueprint, Detection, Entry, Evidence, Gain, Gains, Scope, Status
+from optimizer.knowledge.blueprint import Blueprint, Detection, Entry, Evidence, Gain, Gains, Scope, Status
 from optimizer.loop import Loop
 
 XSS = '<img src=x onerror="document.title=1"><script>window.pwned=1</script>\'";</textarea></title>'

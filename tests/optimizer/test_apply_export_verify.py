@@ -11,12 +11,13 @@ import loop_fakes as fake
 import pytest
 from loop_fakes import ENGINE, Fakes, new_run
 
-from optimizer import seal, weights
+from optimizer import seal
 from optimizer.apply import NotApplied, to_branch, to_tree
 from optimizer.export import export
 from optimizer.ledger import canonical, line_hash
 from optimizer.loop import Loop
 from optimizer.run import Run, load
+from optimizer.truth import weights
 from optimizer.verify import verify
 
 GIT = ["git", "-c", "user.name=U", "-c", "user.email=u@u", "-c", "init.defaultBranch=main"]

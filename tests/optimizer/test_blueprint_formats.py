@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from optimizer.blueprint_check import Kind
-from optimizer.blueprint_metainfer import PERFORMANCE, export_entries, find, import_entries, parse_audit
-from optimizer.blueprint_prose import check
-from optimizer.knowledge import BlueprintError, Detection, Entry, Gain, Gains, Legacy, Scope, Status
+from optimizer.knowledge.blueprint import BlueprintError, Detection, Entry, Gain, Gains, Legacy, Scope, Status
+from optimizer.knowledge.check import Kind
+from optimizer.knowledge.metainfer import PERFORMANCE, export_entries, find, import_entries, parse_audit
+from optimizer.knowledge.prose import check
 
 CLEAN: dict[str, Any] = {
     "metadata": {"name": "b", "version": "2.3.0", "last_updated": "2026-04-30"},

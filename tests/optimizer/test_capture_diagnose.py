@@ -11,12 +11,12 @@ from loop_fakes import ENGINE, WEIGHTS, new_run
 
 from optimizer import preflight
 from optimizer.capture import capture
+from optimizer.confine.launch import LaunchError
 from optimizer.diagnose import DiagnoseError, diagnose
-from optimizer.launch import LaunchError
 from optimizer.measure import PROTOCOLS
-from optimizer.prompts import PromptSource
 from optimizer.services import Capture
 from optimizer.target import load_target
+from optimizer.traffic.prompts import PromptSource
 from optimizer.types import Cell, LaunchSpec, RejectReason
 
 CELL = Cell("decode", 8, 10)

@@ -77,7 +77,7 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(optimize, tmp_path, monkey
 
 
 def test_without_a_sandbox_only_the_unsafe_flag_starts(optimize, monkeypatch, tmp_path):
-    from optimizer import sandbox
+    from optimizer.confine import sandbox
 
     monkeypatch.setattr(sandbox, "detect", lambda: sandbox.SandboxLevel("none", ("no bwrap: not installed",)))
     code, _, err = optimize(*fake_args("--runs", tmp_path))

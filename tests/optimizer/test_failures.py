@@ -9,13 +9,13 @@ import loop_fakes as fake
 import pytest
 from loop_fakes import Fakes, new_run
 
+from optimizer.confine.launch import LaunchError
 from optimizer.explain import compare
-from optimizer.launch import LaunchError
 from optimizer.loop import Loop
 from optimizer.measure import CandidateFailed, InfrastructureError
-from optimizer.oracle import OracleError
 from optimizer.seal import SealBroken
 from optimizer.services import Diagnosis
+from optimizer.truth.oracle import OracleError
 from optimizer.types import RejectReason
 
 OTHER = fake.one(fake.speed(600))

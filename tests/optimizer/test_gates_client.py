@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from optimizer import wire
-from optimizer.client import Client, ClientError, Request
+from optimizer.traffic import wire
+from optimizer.traffic.client import Client, ClientError, Request
 
 
 def event(ids=(1,), text="a", reason=None, **more) -> bytes:

@@ -14,10 +14,11 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))  # redteam/ is no installed package
 
-from optimizer import gates, sandbox  # noqa: E402
-from optimizer.client import Request  # noqa: E402
+from optimizer import gates  # noqa: E402
+from optimizer.confine import sandbox  # noqa: E402
+from optimizer.confine.launch import LaunchError, launch  # noqa: E402
 from optimizer.gates import context  # noqa: E402
-from optimizer.launch import LaunchError, launch  # noqa: E402
+from optimizer.traffic.client import Request  # noqa: E402
 from optimizer.types import RejectReason  # noqa: E402
 from redteam.arena import Arena  # noqa: E402
 from redteam.benign import BENIGN  # noqa: E402

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optimizer import prompts as prompts_module
-from optimizer import weights
 from optimizer.gates import sampling, streams
 from optimizer.gates.streams import Expected
-from optimizer.oracle import BANDS, Bands, Oracle, OracleError, calibrated
-from optimizer.prompts import PAGE_LENGTHS, PromptSource
+from optimizer.traffic import prompts as prompts_module
+from optimizer.traffic.prompts import PAGE_LENGTHS, PromptSource
+from optimizer.truth import weights
+from optimizer.truth.oracle import BANDS, Bands, Oracle, OracleError, calibrated
 from optimizer.types import RejectReason, Stream
 
 MODEL = Path(__file__).resolve().parents[2] / "engine" / "tiny_qwen3"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from gates_toy import SERVER, toy
 
-from optimizer import cgroup, escapes, launch, procfs, sandbox
-from optimizer.client import Request
-from optimizer.launch import LaunchError
-from optimizer.sandbox import SandboxError, SandboxLevel
+from optimizer.confine import cgroup, escapes, launch, procfs, sandbox
+from optimizer.confine.launch import LaunchError
+from optimizer.confine.sandbox import SandboxError, SandboxLevel
+from optimizer.traffic.client import Request
 from optimizer.types import RejectReason
 
 WORKING = [name for name in sandbox.LADDER[1:] if sandbox._try(name) is None]

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from optimizer import weights
-from optimizer.oracle import BANDS
-from optimizer.prompts import PromptSource
+from optimizer.traffic.prompts import PromptSource
+from optimizer.truth import weights
+from optimizer.truth.oracle import BANDS
 
 TINY = Path(__file__).resolve().parents[2] / "engine" / "tiny_qwen3"
 BAND = BANDS["float32"]

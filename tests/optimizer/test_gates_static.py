@@ -180,8 +180,9 @@ def copy(tmp_path, repo) -> Path:
 
 def test_the_seal_covers_what_judges_and_what_it_starts():
     sealed = set(seal.closure())
-    for name in ("measure", "accept", "oracle", "oracle_worker", "prompts", "texts", "client", "wire", "launch", "launcher", "jail",
-                 "sandbox", "seccomp", "types", "weights", "seal", "gates/streams", "gates/policy"):  # fmt: skip
+    for name in ("measure", "accept", "types", "seal", "gates/streams", "gates/policy", "truth/oracle", "truth/oracle_worker",
+                 "truth/weights", "traffic/prompts", "traffic/texts", "traffic/client", "traffic/wire", "confine/launch",
+                 "confine/launcher", "confine/jail", "confine/sandbox", "confine/seccomp"):  # fmt: skip
         assert f"optimizer/{name}.py" in sealed, name
     assert not [path for path in sealed if "proposers" in path or "knowledge" in path]
 
@@ -191,7 +192,7 @@ def test_the_seal_holds_until_a_sealed_file_changes(copy):
     seal.verify(copy)
     (copy / "optimizer" / "cli.py").write_text("# not sealed\n")
     seal.verify(copy)
-    for path in ("optimizer/gates/streams.py", "optimizer/accept.py", "optimizer/launcher.py"):
+    for path in ("optimizer/gates/streams.py", "optimizer/accept.py", "optimizer/confine/launcher.py"):
         text = (copy / path).read_text()
         (copy / path).write_text(text + "\n# touched\n")
         with pytest.raises(seal.SealBroken, match=f"{path} has changed"):

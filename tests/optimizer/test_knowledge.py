@@ -13,9 +13,9 @@ import loop_fakes as fake
 import pytest
 from loop_fakes import Fakes, new_run
 
-from optimizer import knowledge, learning, review, writeback
-from optimizer.blueprint_check import Kind, check
-from optimizer.knowledge import (
+from optimizer.knowledge import blueprint as knowledge
+from optimizer.knowledge import learning, writeback
+from optimizer.knowledge.blueprint import (
     Audit,
     Blueprint,
     BlueprintError,
@@ -27,9 +27,11 @@ from optimizer.knowledge import (
     Scope,
     Status,
 )
+from optimizer.knowledge.check import Kind, check
 from optimizer.ledger import Ledger
 from optimizer.loop import Loop
 from optimizer.proposers import Budget, Declined, ProposeContext, get
+from optimizer.review import queue as review
 from optimizer.run import Run
 from optimizer.types import Series
 from trace_diff.types import Finding

@@ -60,7 +60,7 @@ def test_the_ledger_tells_the_attempt_in_the_order_of_the_sentence(tmp_path):
 def short_deadlines(monkeypatch):
     """A seal that holds whatever is being worked on, and a client that does not wait a minute for a hang."""
     from optimizer import seal
-    from optimizer.client import Client
+    from optimizer.traffic.client import Client
 
     complete = Client.complete
     monkeypatch.setattr(seal, "verify", lambda: None)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from optimizer import environment, measure, targets
-from optimizer.client import ClientError
-from optimizer.launch import LaunchError
-from optimizer.loadgen import Load, LoadError
+from optimizer.confine.launch import LaunchError
 from optimizer.measure import Bench, CandidateFailed, InfrastructureError
-from optimizer.oracle import OracleError, Score
+from optimizer.traffic.client import ClientError
+from optimizer.traffic.loadgen import Load, LoadError
+from optimizer.truth.oracle import OracleError, Score
 from optimizer.types import Cell, LaunchSpec, RejectReason, Stage, Stream, Target
 
 TARGET = Target(Path(), Path(), "fake", (), (), (), ("cpu",), (1, 2, 4), {}, 10.0)

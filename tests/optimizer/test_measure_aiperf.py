@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from optimizer import bench_aiperf as aiperf
-from optimizer import loadgen
-from optimizer.bench_aiperf import AiperfError, Numbers, Workload
-from optimizer.client import Client, Request
-from optimizer.forward import forwarded
+from optimizer.traffic import bench_aiperf as aiperf
+from optimizer.traffic import loadgen
+from optimizer.traffic.bench_aiperf import AiperfError, Numbers, Workload
+from optimizer.traffic.client import Client, Request
+from optimizer.traffic.forward import forwarded
 
 DATA = Path(__file__).parent / "data" / "aiperf"
 MODEL = Path(__file__).resolve().parents[2] / "engine" / "tiny_qwen3"
@@ -85,8 +85,8 @@ def null_server(folder: Path, pace_ms: float):
     import subprocess
 
     path = folder / "s.sock"
-    argv = [sys.executable, "-P", "-m", "optimizer.null_server", str(path), str(pace_ms)]
-    env = os.environ | {"PYTHONPATH": str(Path(loadgen.__file__).resolve().parents[1])}
+    argv = [sys.executable, "-P", "-m", "optimizer.traffic.null_server", str(path), str(pace_ms)]
+    env = os.environ | {"PYTHONPATH": str(Path(loadgen.__file__).resolve().parents[2])}
     with subprocess.Popen(argv, env=env) as process:
         try:
             deadline = time.monotonic() + 10

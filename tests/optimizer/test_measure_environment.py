@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from optimizer import environment, loadgen
+from optimizer import environment
 from optimizer.environment import Snapshot, Window, disagreement, parse_gpus, window
+from optimizer.traffic import loadgen
 
 
 def arm(**changes) -> Window:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from optimizer.oracle_worker import widen
+from optimizer.truth.oracle_worker import widen
 
 
 def test_widened_weights_compute_what_float32_weights_do() -> None:

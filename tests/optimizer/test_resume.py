@@ -12,10 +12,10 @@ import pytest
 from loop_fakes import Fakes, new_run
 
 from optimizer import state
-from optimizer.admit import admit
 from optimizer.ledger import Ledger
 from optimizer.loop import Loop
 from optimizer.resume import reopen
+from optimizer.review.admit import admit
 from optimizer.run import Run, RunError, load
 
 SCRIPT = [fake.WIN, fake.NO_OP, fake.one(fake.speed(500, was=700))]

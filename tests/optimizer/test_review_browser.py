@@ -6,8 +6,9 @@ import browser
 import pytest
 import review_desk
 
-from optimizer import localweb, review_web
-from optimizer.knowledge import Blueprint, Status
+from optimizer import localweb
+from optimizer.knowledge.blueprint import Blueprint, Status
+from optimizer.review import web as review_web
 
 pytestmark = pytest.mark.browser
 

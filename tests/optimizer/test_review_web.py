@@ -11,10 +11,14 @@ import review_desk
 from review_desk import LONG, XSS, Place
 from starlette.testclient import TestClient
 
-from optimizer import cli, diff_view, localweb, parked, review, review_evidence, review_web, state
-from optimizer.knowledge import Blueprint, Evidence, Status
+from optimizer import cli, localweb, state
+from optimizer.knowledge.blueprint import Blueprint, Evidence, Status
 from optimizer.ledger import Ledger
-from optimizer.review_evidence import Interval
+from optimizer.review import diff_view, parked
+from optimizer.review import evidence as review_evidence
+from optimizer.review import queue as review
+from optimizer.review import web as review_web
+from optimizer.review.evidence import Interval
 
 WIN, PARKED = "/entry/20260101-win.1", "/parked/20260102-parked/1"
 SCOPE = {f"scope.{n}": "any" for n in ("tp", "batch")} | {f"scope.{n}": "x" for n in ("engine", "engine_version", "model", "mode", "device", "dtype", "torch")}

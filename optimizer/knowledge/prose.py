@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .blueprint_check import Kind, Problem
-from .blueprint_metainfer import FAILURES, PERFORMANCE, find, parse_audit
+from optimizer.knowledge.check import Kind, Problem
+from optimizer.knowledge.metainfer import FAILURES, PERFORMANCE, find, parse_audit
 
 Path = tuple[str, ...]
 _FORBID = re.compile(r"\b(forbid\w*|must not|never|do not|don't|avoid\w*|banned|not allowed|prohibit\w*|instead of|rather than|, not)\b|禁止|不得|不要|不允许", re.I)

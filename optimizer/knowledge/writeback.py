@@ -12,9 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optimizer import learning, state
 from optimizer import run as runs
-from optimizer.knowledge import Blueprint, Detection, Entry, Evidence, Gain, Gains, Scope, Status, Variant
+from optimizer import state
+from optimizer.knowledge import learning
+from optimizer.knowledge.blueprint import (
+    Blueprint,
+    Detection,
+    Entry,
+    Evidence,
+    Gain,
+    Gains,
+    Scope,
+    Status,
+    Variant,
+)
 from optimizer.ledger import Line
 from optimizer.run import Run
 from optimizer.runrepo import GitError

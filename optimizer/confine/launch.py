@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from optimizer import cgroup, procfs, sandbox
-from optimizer.client import Client, ClientError
-from optimizer.sandbox import Bind, Limits, SandboxLevel
+from optimizer.confine import cgroup, procfs, sandbox
+from optimizer.confine.sandbox import Bind, Limits, SandboxLevel
 from optimizer.target import render_serve
+from optimizer.traffic.client import Client, ClientError
 from optimizer.types import LaunchSpec, RejectReason
 
 LAUNCHER = Path(__file__).with_name("launcher.py")

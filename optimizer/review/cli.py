@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-BLUEPRINT = Path(__file__).resolve().parents[1] / "skills" / "blueprint"  # knowledge.BLUEPRINT, without its imports
+BLUEPRINT = Path(__file__).resolve().parents[2] / "skills" / "blueprint"  # knowledge.BLUEPRINT, without its imports
 review_app = typer.Typer(help="Look at knowledge entries that wait for a person; accept or reject them.", no_args_is_help=False)
 knowledge_app = typer.Typer(help="Check, import and export the knowledge blueprint.", no_args_is_help=True)
 Runs = Annotated[Path, typer.Option("--runs", help="folder of all runs")]
@@ -41,13 +41,15 @@ def listing(
     if context.invoked_subcommand is not None:
         return
     if web:
-        from . import localweb, review_web
+        from optimizer import localweb
+        from optimizer.review import web as review_web
 
         keys = localweb.Keys()
         pages = review_web.app(runs, keys, blueprint, reviewer)
         localweb.serve(pages, keys, port, partial(_console().print, markup=False, highlight=False, soft_wrap=True))
         return
-    from . import parked, review
+    from optimizer.review import parked
+    from optimizer.review import queue as review
 
     out = _console()
     out.print(review.table(review.queue(runs, blueprint)))
@@ -59,7 +61,7 @@ def listing(
 @review_app.command("show")
 def show(entry: str, runs: Runs = RUNS, blueprint: Folder = BLUEPRINT) -> None:
     """Show one entry with its evidence, its patch and what the validator says."""
-    from . import review
+    from optimizer.review import queue as review
 
     _console().print(review.show(review.find(review.queue(runs, blueprint), entry), blueprint))
 
@@ -74,7 +76,7 @@ def accept(
     blueprint: Folder = BLUEPRINT,
 ) -> None:
     """Admit an entry: proposers read it from now on where its scope holds."""
-    from . import review
+    from optimizer.review import queue as review
 
     item = review.find(review.queue(runs, blueprint), entry)
     done = review.accept(item, reviewer, reason, _scope(scope or []), blueprint)
@@ -90,14 +92,14 @@ def reject(
     blueprint: Folder = BLUEPRINT,
 ) -> None:
     """Keep an entry out; it stays on file with the reason."""
-    from . import review
+    from optimizer.review import queue as review
 
     done = review.reject(review.find(review.queue(runs, blueprint), entry), reason, reviewer, blueprint)
     _console().print(f"rejected {done.id}, reviewed by {done.reviewer}", markup=False)
 
 
 def _scope(given: list[str]) -> dict[str, list[Any]]:
-    from .review import ReviewError
+    from optimizer.review.queue import ReviewError
 
     found: dict[str, list[Any]] = {}
     for text in given:
@@ -111,8 +113,10 @@ def _scope(given: list[str]) -> dict[str, list[Any]]:
 @knowledge_app.command("check")
 def check(file: Annotated[Path | None, typer.Argument(help="a MetaInfer blueprint; our own if left out")] = None, blueprint: Folder = BLUEPRINT) -> None:
     """Find contradictions, stale evidence and advice that loosens gates. Exit 1 when something blocks."""
-    from . import blueprint_check, blueprint_prose, seal
-    from .knowledge import Blueprint
+    from optimizer import seal
+    from optimizer.knowledge import check as blueprint_check
+    from optimizer.knowledge import prose as blueprint_prose
+    from optimizer.knowledge.blueprint import Blueprint
 
     if file is None:
         found = blueprint_check.check(Blueprint.load(blueprint).entries(), gates_digest=seal.digest())
@@ -127,8 +131,8 @@ def check(file: Annotated[Path | None, typer.Argument(help="a MetaInfer blueprin
 @knowledge_app.command("import")
 def import_(file: Path, repository: Annotated[str, typer.Option("--repository", help="where the file comes from")] = "", blueprint: Folder = BLUEPRINT) -> None:
     """Take a MetaInfer inference_blueprint.json in as `imported` entries; those already there are left alone."""
-    from .blueprint_metainfer import import_entries
-    from .knowledge import Blueprint, SourceRef
+    from optimizer.knowledge.blueprint import Blueprint, SourceRef
+    from optimizer.knowledge.metainfer import import_entries
 
     source = SourceRef(repository=repository, file=file.name) if repository else None
     book = Blueprint.load(blueprint) if blueprint.is_dir() else Blueprint((), blueprint)
@@ -144,8 +148,8 @@ def import_(file: Path, repository: Annotated[str, typer.Option("--repository", 
 @knowledge_app.command("export")
 def export(base: Path, out: Path, blueprint: Folder = BLUEPRINT) -> None:
     """Write BASE, a MetaInfer blueprint, with our accepted entries added to OUT."""
-    from .blueprint_metainfer import export_entries
-    from .knowledge import Blueprint
+    from optimizer.knowledge.blueprint import Blueprint
+    from optimizer.knowledge.metainfer import export_entries
 
     data = json.loads(base.read_text("utf-8"))
     done = export_entries(Blueprint.load(blueprint).entries(), data, datetime.now(UTC).date().isoformat())

@@ -11,12 +11,12 @@ from typing import Any
 
 from optimizer import gates
 from optimizer.candidate import incumbent_name
-from optimizer.client import Request
 from optimizer.gates import logprobs
 from optimizer.gates.context import Lab, ask
-from optimizer.oracle import BANDS, Bands, Oracle, calibrated
 from optimizer.run import Run
 from optimizer.services import View
+from optimizer.traffic.client import Request
+from optimizer.truth.oracle import BANDS, Bands, Oracle, calibrated
 from optimizer.types import Protocol
 
 LENGTHS = (16, 17, 24, 33, 48, 64, 100, 128, 128, 257, 385, 512)

@@ -17,11 +17,14 @@ from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse
 
-from optimizer import localweb, parked, review, review_page
-from optimizer.knowledge import BLUEPRINT, BlueprintError, Scope, Status
+from optimizer import localweb
+from optimizer.knowledge.blueprint import BLUEPRINT, BlueprintError, Scope, Status
 from optimizer.ledger import LedgerBroken, LedgerBusy
-from optimizer.parked import Parked
-from optimizer.review import Item, ReviewError
+from optimizer.review import page as review_page
+from optimizer.review import parked
+from optimizer.review import queue as review
+from optimizer.review.parked import Parked
+from optimizer.review.queue import Item, ReviewError
 from reports import html
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"

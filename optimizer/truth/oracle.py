@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from optimizer import procfs
+from optimizer.confine import procfs
 from optimizer.types import Stream
 
 BAND_NAMES = ("equal", "reorder", "tolerance", "wrong")
@@ -208,11 +208,11 @@ class _Link:
         env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "optimizer.oracle_worker"],
+            [sys.executable, "-P", "-m", "optimizer.truth.oracle_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=env | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+            env=env | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
             process_group=0,  # Ctrl-C is for the loop, which ends after its present step
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from optimizer import knowledge
+from optimizer.knowledge import blueprint as knowledge
 from optimizer.patching import ast_hash
 from optimizer.run import Run
 
@@ -40,6 +40,6 @@ def learn(run: Run, number: int | None) -> list[str]:
 
     Raises ValueError when an entry cannot be written down.
     """
-    from optimizer import writeback  # it reads `facts` above
+    from optimizer.knowledge import writeback  # it reads `facts` above
 
     return [entry.id for entry in writeback.propose_entries(run.dir, number)]

@@ -12,7 +12,17 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .knowledge import Audit, BlueprintError, Detection, Entry, Gain, Legacy, Scope, SourceRef, Status
+from optimizer.knowledge.blueprint import (
+    Audit,
+    BlueprintError,
+    Detection,
+    Entry,
+    Gain,
+    Legacy,
+    Scope,
+    SourceRef,
+    Status,
+)
 
 PERFORMANCE = ("framework_layer", "data_flow_contracts", "tp_layer_interface_contracts", "performance_optimization")
 FAILURES = ("model_layer", "architecture_knowledge_base", "failure_mode_library")

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from optimizer import cgroup, sandbox
-from optimizer.launch import Server, default_limits, read_result
-from optimizer.sandbox import Bind, SandboxLevel
+from optimizer.confine import cgroup, sandbox
+from optimizer.confine.launch import Server, default_limits, read_result
+from optimizer.confine.sandbox import Bind, SandboxLevel
 from optimizer.types import LaunchSpec, Target
 
 Row = tuple[str, bool | None, str]
@@ -345,7 +345,7 @@ def _limits(level: SandboxLevel, folder: Path, host: _Host) -> Iterator[Row]:
 
 
 def main() -> int:
-    """`python -m optimizer.escapes [LEVEL]`: the rows as text; 1 when something was not held."""
+    """`python -m optimizer.confine.escapes [LEVEL]`: the rows as text; 1 when something was not held."""
     level = sandbox.resolve(sys.argv[1] if len(sys.argv) > 1 else "auto")
     rows = list(self_test(level))
     for what, held, detail in rows:

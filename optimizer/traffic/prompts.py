@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from optimizer import texts
+from optimizer.traffic import texts
 
 RANDOM = "random"
 ALL_KINDS = (RANDOM, *texts.KINDS)

@@ -25,10 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
-from optimizer.client import Client, ClientError, Request
+from optimizer.traffic.client import Client, ClientError, Request
 from optimizer.types import Stream
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _GRACE_S = 15.0  # beyond the deadline of the streams themselves
 CPU_US_GOAL = 50.0  # per token, 32 streams paced at 10 ms
 
@@ -52,7 +52,7 @@ class LoadGenerator:
     def __init__(self) -> None:
         env = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LD_LIBRARY_PATH")}
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            [sys.executable, "-P", "-m", "optimizer.loadgen", "--serve"],
+            [sys.executable, "-P", "-m", "optimizer.traffic.loadgen", "--serve"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env | {"PYTHONPATH": str(_ROOT)},
@@ -153,7 +153,7 @@ def self_test(streams: int = 32, pace_ms: float = 10.0, tokens: int = 60, repeat
     """Median client CPU per token over `repeats` batches. Errors: LoadError when streams fail."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "null.sock"
-        argv = [sys.executable, "-P", "-m", "optimizer.null_server", str(path), str(pace_ms)]
+        argv = [sys.executable, "-P", "-m", "optimizer.traffic.null_server", str(path), str(pace_ms)]
         with subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": str(_ROOT)}) as server:
             try:
                 return _measure_null(path, streams, pace_ms, tokens, repeats)
@@ -191,6 +191,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from optimizer import loadgen  # by its own name: what travels over the pipe must not belong to __main__
+    from optimizer.traffic import (
+        loadgen,  # by its own name: what travels over the pipe must not belong to __main__
+    )
 
     loadgen.main()

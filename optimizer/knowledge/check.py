@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .knowledge import ANY, Audit, Entry, Scope, Status
+from optimizer.knowledge.blueprint import ANY, Audit, Entry, Scope, Status
 
 
 class Kind(StrEnum):

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from optimizer.knowledge import Entry, Gain
+from optimizer.knowledge.blueprint import Entry, Gain
 from reports import baselines, run_data, run_page, run_traces, timeline
 from reports.run_data import Attempt, Measured, Run
 

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optimizer import diff_view, review, review_evidence
-from optimizer import parked as parking
-from optimizer.blueprint_check import Problem
-from optimizer.diff_view import Diff
-from optimizer.knowledge import Blueprint, Entry, Scope, Status
-from optimizer.parked import Parked
-from optimizer.review import Item, ReviewError
-from optimizer.review_evidence import AFTER, BEFORE, Chart, Judged, TraceFile
+from optimizer.knowledge.blueprint import Blueprint, Entry, Scope, Status
+from optimizer.knowledge.check import Problem
+from optimizer.review import diff_view
+from optimizer.review import evidence as review_evidence
+from optimizer.review import parked as parking
+from optimizer.review import queue as review
+from optimizer.review.diff_view import Diff
+from optimizer.review.evidence import AFTER, BEFORE, Chart, Judged, TraceFile
+from optimizer.review.parked import Parked
+from optimizer.review.queue import Item, ReviewError
 from reports.text import micro
 from reports.timeline import Timeline
 

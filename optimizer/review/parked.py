@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from optimizer import admit, ledger
+from optimizer import ledger
 from optimizer import run as runs
-from optimizer.diff_view import between
 from optimizer.patching import EditMismatch, apply_edits
-from optimizer.review import ReviewError, whoami
+from optimizer.review import admit
+from optimizer.review.diff_view import between
+from optimizer.review.queue import ReviewError, whoami
 from optimizer.runrepo import GitError
 from optimizer.serial import build
 from optimizer.state import attempts

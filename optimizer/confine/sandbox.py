@@ -22,7 +22,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from optimizer import seccomp
+from optimizer.confine import seccomp
 
 UID = 65534
 LADDER = ("none", "landlock", "namespaces", "bwrap")
@@ -149,7 +149,7 @@ def _try(name: str) -> str | None:
 
 def self_test():
     """Rows (what was tried, held, detail) of the escapes tried on this machine; see `escapes.py`."""
-    from optimizer import escapes
+    from optimizer.confine import escapes
 
     return escapes.self_test()
 

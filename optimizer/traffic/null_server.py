@@ -1,6 +1,6 @@
 """A server that computes nothing: tokens at a fixed pace, to measure what the client itself costs.
 
-`python -m optimizer.null_server SOCKET PACE_MS [FIRST_MS]`. Speaks the protocol of a target, one thread and one
+`python -m optimizer.traffic.null_server SOCKET PACE_MS [FIRST_MS]`. Speaks the protocol of a target, one thread and one
 event loop, events in one write each. Not for: tests of the loop (tests/fakes/engine).
 """
 

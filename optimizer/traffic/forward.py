@@ -2,7 +2,7 @@
 
 Engines stay in their sandbox without a network; this process, ours, passes the bytes on. Both clients that are
 compared go through it, so its cost (tens of microseconds a chunk) is the same for both. `python -m
-optimizer.forward SOCKET` prints the port. Not for: the optimisation loop, which speaks to the socket itself.
+optimizer.traffic.forward SOCKET` prints the port. Not for: the optimisation loop, which speaks to the socket itself.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _START_S = 10.0
 @contextmanager
 def forwarded(socket_path: Path) -> Iterator[str]:
     """`http://127.0.0.1:PORT` for the server behind `socket_path`. Errors: RuntimeError when no port comes."""
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     env = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LD_LIBRARY_PATH")} | {"PYTHONPATH": root}
-    argv = [sys.executable, "-P", "-m", "optimizer.forward", str(socket_path)]
+    argv = [sys.executable, "-P", "-m", "optimizer.traffic.forward", str(socket_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stdin=subprocess.PIPE, env=env) as process:
         try:
             assert process.stdout is not None

@@ -24,10 +24,11 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
 
-from . import blueprint_check, writeback
-from .blueprint_check import Problem
-from .knowledge import BLUEPRINT, Blueprint, Entry, Gain, Scope, Status
-from .ledger import Ledger, LedgerBusy
+from optimizer.knowledge import check as blueprint_check
+from optimizer.knowledge import writeback
+from optimizer.knowledge.blueprint import BLUEPRINT, Blueprint, Entry, Gain, Scope, Status
+from optimizer.knowledge.check import Problem
+from optimizer.ledger import Ledger, LedgerBusy
 
 WAITING = (Status.PROPOSED, Status.IMPORTED)
 

@@ -23,14 +23,14 @@ from statistics import median
 from typing import Any
 
 from optimizer import targets
-from optimizer.client import Client, Request
-from optimizer.forward import forwarded
-from optimizer.launch import launch
-from optimizer.loadgen import LoadGenerator
+from optimizer.confine.launch import launch
+from optimizer.traffic.client import Client, Request
+from optimizer.traffic.forward import forwarded
+from optimizer.traffic.loadgen import LoadGenerator
 from optimizer.types import LaunchSpec, Stream
 
 FAULT = 0.05
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(".venv-aiperf")
 _TIMEOUT_S = 900.0
 _RESULT = "profile_export_aiperf.json"

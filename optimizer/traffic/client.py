@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from optimizer import wire
+from optimizer.traffic import wire
 from optimizer.types import Stream
 
 MODEL_FALLBACK = "model"

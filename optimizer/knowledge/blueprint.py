@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-BLUEPRINT = Path(__file__).resolve().parents[1] / "skills" / "blueprint"
+BLUEPRINT = Path(__file__).resolve().parents[2] / "skills" / "blueprint"
 ANY = "any"  # written into a scope by a person only; nothing here ever widens one
 
 

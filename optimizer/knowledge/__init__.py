@@ -1,0 +1,1 @@
+"""The blueprint: entries, their checks, import and export, and what a run writes back."""

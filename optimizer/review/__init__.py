@@ -1,0 +1,1 @@
+"""What a person decides: knowledge entries and parked patches, in the terminal and in the browser."""

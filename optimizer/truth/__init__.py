@@ -1,0 +1,1 @@
+"""What the right tokens are: the oracle, its weights and the bands that judge by it."""
