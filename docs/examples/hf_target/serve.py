@@ -1,4 +1,4 @@
-"""HTTP on a Unix socket around `generate.Engine`: the part of vLLM's surface that `optimize` uses.
+"""HTTP on a Unix socket around `generate.Engine`, whatever engine that is: the part of vLLM's surface that `optimize` uses.
 
 GET /health, /v1/models, /metrics; POST /v1/completions (streamed or not), /start_profile, /stop_profile.
 Not for: anything about tokens (generate.py).
@@ -11,7 +11,8 @@ import threading
 from http.server import BaseHTTPRequestHandler
 
 import torch
-from generate import Engine, Job, Refused
+from generate import Engine
+from loop import Job, Refused
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -123,7 +124,7 @@ def usage(prompt, completion):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", choices=["transformers"], required=True)
+    parser.add_argument("--engine", required=True, help="packages of engines that generate.py uses; the sandbox reads them here")
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--uds", required=True)
