@@ -11,7 +11,8 @@ import libcst as cst
 
 PAGED_ATTENTION = '''"""Decode attention on the pages of the cache where they lie: no gathered copy, no length read by the host.
 
-Each program takes a part of one sequence for one KV head; a second kernel joins the parts. Not for: prompts.
+Each program takes a part of one sequence for one KV head; a second kernel joins the parts. On Hopper both are set up
+while the kernel before still runs (programmatic dependent launch). Not for: prompts.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ def launch(
     out = torch.empty_like(q)
     partial = torch.empty((count, heads, PARTS, size), dtype=torch.float32, device=q.device)
     sums = torch.empty((count, heads, PARTS, 2), dtype=torch.float32, device=q.device)
+    pdl = torch.cuda.get_device_capability(q.device) >= (9, 0)
     paged_attention_parts[(count, kv_heads, PARTS)](
         q, k, v, tables, lengths, partial, sums, tables.stride(0), size**-0.5,
         PAGE=page, KV=kv_heads, GROUP=heads // kv_heads, ROWS=max(16, heads // kv_heads), D=size, PARTS=PARTS, TOKENS=TOKENS,
+        PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
-    paged_attention_join[(count * heads,)](partial, sums, out, D=size, PARTS=PARTS)
+    paged_attention_join[(count * heads,)](partial, sums, out, D=size, PARTS=PARTS, PDL=pdl, launch_pdl=pdl)
     return out
 
 
@@ -68,7 +71,11 @@ if triton is not None:
 
     @triton.jit
     def paged_attention_parts(q, k, v, tables, lengths, partial, sums, table_row, scale, PAGE: tl.constexpr, KV: tl.constexpr,
-               GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+               GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+               PDL: tl.constexpr):  # fmt: skip
+        if PDL:  # the next kernel may be set up; what this one reads must be there
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         length = tl.load(lengths + sequence).to(tl.int32)
         span = tl.cdiv(tl.cdiv(length, PARTS), TOKENS) * TOKENS
@@ -99,7 +106,10 @@ if triton is not None:
         tl.store(sums + to * 2 + 1, total, mask=own)
 
     @triton.jit
-    def paged_attention_join(partial, sums, out, D: tl.constexpr, PARTS: tl.constexpr):
+    def paged_attention_join(partial, sums, out, D: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
+        if PDL:  # the next kernel may be set up; what this one reads must be there
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         row = tl.program_id(0)
         part, d = row * PARTS + tl.arange(0, PARTS), tl.arange(0, D)
         top, total = tl.load(sums + part * 2), tl.load(sums + part * 2 + 1)
@@ -151,9 +161,23 @@ def paged_attention(sources: t.Sources) -> dict[str, str] | str:
             return f"{file} is there already"
         call = f"paged_attention.decode_attention({query}, {cache}.{keys}, {cache}.{values}, {meta}.{table}, {meta}.{lengths})"
         lines = f"if {query}.is_cuda:  # the pages where they lie: nothing is gathered, no length is read\n    return {call}\n"
-        tree = t.replace(trees[function.file], t.before(function.statements()[0], lines))
+        tree = t.replace(trees[function.file], t.before(function.statements()[0], lines) | _lone_parts(trees[function.file]))
         return {file: PAGED_ATTENTION, function.file: imported(tree, function.file, sources, "paged_attention").code}
     return why
+
+
+def _lone_parts(tree: cst.Module) -> dict[cst.CSTNode, object]:
+    """`return torch.cat(parts)` of a list that a function fills: a single part is the result, without a copy."""
+    new: dict[cst.CSTNode, object] = {}
+    for function in t.functions({"": tree}):
+        lists = {p[0] for s in function.statements() if (p := t.assigned(s)) and t.code(p[1]) == "[]"}
+        for node in t.walk(function.node):
+            value = node.value if isinstance(node, cst.Return) else None
+            if isinstance(value, cst.Call) and t.code(value.func) == "torch.cat" and len(value.args) == 1:
+                name = t.code(value.args[0].value)
+                if name in lists:
+                    new[value] = cst.parse_expression(f"{name}[0] if len({name}) == 1 else torch.cat({name})")
+    return new
 
 
 def _gathers(function: t.Function) -> tuple[str, str, str, str, str] | None:

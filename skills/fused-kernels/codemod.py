@@ -49,19 +49,23 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, size = x.shape
     out, added = torch.empty_like(x), x if delta is None else torch.empty_like(x)
-    block = triton.next_power_of_2(size)
+    block, pdl = triton.next_power_of_2(size), torch.cuda.get_device_capability(x.device) >= (9, 0)
     fused_add_rms_norm[(rows,)](x, x if delta is None else delta, weight, added, out, eps, N=size, BLOCK=block, ADD=delta is not None,
-                     num_warps=min(16, max(1, block // 512)))  # fmt: skip
+                     PDL=pdl, launch_pdl=pdl, num_warps=min(16, max(1, block // 512)))  # fmt: skip
     return added, out
 
 
 if triton is not None:
 
     @triton.jit
-    def fused_add_rms_norm(x, delta, weight, added, out, eps, N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    def fused_add_rms_norm(x, delta, weight, added, out, eps, N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         i = tl.arange(0, BLOCK)
         inside, at = i < N, tl.program_id(0).to(tl.int64) * N + i
         kind = out.dtype.element_ty
+        factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+        if PDL:  # the next kernel may be set up; what this one reads must be there
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if ADD:
             value = (value + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(kind)
@@ -69,7 +73,7 @@ if triton is not None:
             value = value.to(tl.float32)
         scale = tl.rsqrt(tl.sum(value * value, 0) / N + eps)
         normed = (value * scale).to(kind).to(tl.float32)
-        tl.store(out + at, (normed * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
+        tl.store(out + at, (normed * factor).to(kind), mask=inside)
 '''
 
 HEADS = '''"""Norm and rotation of query and key heads and the write to the cache in one kernel, beside what it stands for.
@@ -115,9 +119,11 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     (count, heads, size), kv_heads = q.shape, k.shape[1]
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    pdl = torch.cuda.get_device_capability(q.device) >= (9, 0)
     fused_qk_norm_rope[(count, heads + kv_heads)](
         q, k, v, q_norm.weight, k_norm.weight, rotary.cos, rotary.sin, positions, slots, q_out, k_out, cache.k, cache.v,
         q.stride(0), k.stride(0), v.stride(0), q_norm.eps, HEADS=heads, KV=kv_heads, HALF=size // 2, num_warps=1,
+        PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return q_out, k_out
 
@@ -126,7 +132,10 @@ if triton is not None:
 
     @triton.jit
     def fused_qk_norm_rope(q, k, v, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, k_cache, v_cache,
-                q_row, k_row, v_row, eps, HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+                q_row, k_row, v_row, eps, HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+        if PDL:  # the next kernel may be set up; what this one reads must be there
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         t, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF)
         angle = tl.load(positions + t) * 2 * HALF + i  # both halves of a row of the tables are the same
         kind = q_out.dtype.element_ty
@@ -186,14 +195,20 @@ def reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def launch(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     rows, size = gate.shape
     out = gate.new_empty(gate.shape)
-    silu_and_mul[(rows, triton.cdiv(size, 1024))](gate, up, out, gate.stride(0), up.stride(0), N=size, BLOCK=1024)
+    pdl = torch.cuda.get_device_capability(gate.device) >= (9, 0)
+    silu_and_mul[(rows, triton.cdiv(size, 1024))](
+        gate, up, out, gate.stride(0), up.stride(0), N=size, BLOCK=1024, PDL=pdl, launch_pdl=pdl
+    )
     return out
 
 
 if triton is not None:
 
     @triton.jit
-    def silu_and_mul(gate, up, out, gate_row, up_row, N: tl.constexpr, BLOCK: tl.constexpr):
+    def silu_and_mul(gate, up, out, gate_row, up_row, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+        if PDL:  # the next kernel may be set up; what this one reads must be there
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
         row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         kind = out.dtype.element_ty
         inside = i < N

@@ -1,9 +1,12 @@
 """Products of a single row by a Triton kernel near the memory bandwidth; all others stay with F.linear.
 
-Replaces `F.linear(x, weight)` without bias in modules by a function that chooses by the number of rows.
+Replaces `F.linear(x, weight)` without bias in modules by a function that chooses by the number of rows. Once that is
+there, and gate and up are one product, a second patch takes silu(gate) * up into it.
 """
 
 from __future__ import annotations
+
+import re
 
 import codemod_tools as t
 import gpu_tools as gpu
@@ -11,7 +14,8 @@ import libcst as cst
 
 SKINNY = '''"""Products of one row with a weight, near the memory bandwidth: each program reads whole rows of the weight once.
 
-More rows, other devices and odd sizes go to F.linear, which is also the reference. Not for: prefill.
+On Hopper its first weights are read while the kernel before it still runs (programmatic dependent launch). More rows,
+other devices and odd sizes go to F.linear, which is also the reference. Not for: prefill.
 """
 
 from __future__ import annotations
@@ -39,23 +43,63 @@ def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((1, outputs))
     rows = 4 if outputs > 65536 else 1  # a program's rows of the weight; figures: see the skill
     step = next(s for s in (2048, 1024, 512) if inputs % s == 0 and s <= inputs and (s < 2048 or outputs > inputs))
-    step = 512 if inputs > outputs else step
-    skinny_gemv[(triton.cdiv(outputs, rows),)](x, weight, out, outputs, K=inputs, ROWS=rows, STEP=step, num_warps=8)
+    step, pdl = 512 if inputs > outputs else step, torch.cuda.get_device_capability(x.device) >= (9, 0)
+    skinny_gemv[(triton.cdiv(outputs, rows),)](
+        x, weight, out, outputs, K=inputs, ROWS=rows, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=8
+    )
     return out
 
 
 if triton is not None:
 
     @triton.jit
-    def skinny_gemv(x, weight, out, outputs, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr):
+    def skinny_gemv(x, weight, out, outputs, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
         n, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP)
-        inside = (n < outputs)[:, None]
-        acc = tl.zeros([ROWS, STEP], tl.float32)
-        for start in range(0, K, STEP):
+        inside, at = (n < outputs)[:, None], weight + n[:, None] * K + k[None, :]
+        part = tl.load(at, mask=inside, other=0.0)  # no kernel before this one writes weights: they come while it ends
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        acc = tl.load(x + k).to(tl.float32)[None, :] * part.to(tl.float32)
+        for start in range(STEP, K, STEP):
             value = tl.load(x + start + k).to(tl.float32)
-            part = tl.load(weight + n[:, None] * K + start + k[None, :], mask=inside, other=0.0)
-            acc += value[None, :] * part.to(tl.float32)
+            acc += value[None, :] * tl.load(at + start, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < outputs)
+'''
+
+
+GATED = '''
+
+def gated(x: torch.Tensor, weight: torch.Tensor, silu_mul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """x [T, k], weight [2n, k], gates first -> silu(x gate^T) * (x up^T) [T, n]; rounds where `silu_mul` rounds."""
+    outputs, inputs = weight.shape[0] // 2, weight.shape[1]
+    one_row = triton is not None and x.is_cuda and x.shape[0] == 1 and x.dim() == 2
+    if not one_row or inputs % 512 or not weight.is_contiguous():
+        return silu_mul(*linear(x, weight).chunk(2, dim=-1))
+    out, step = x.new_empty((1, outputs)), next(s for s in (2048, 1024, 512) if inputs % s == 0)
+    pdl = torch.cuda.get_device_capability(x.device) >= (9, 0)
+    skinny_gated[(outputs,)](x, weight, out, outputs, K=inputs, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=8)
+    return out
+
+
+if triton is not None:
+
+    @triton.jit
+    def skinny_gated(x, weight, out, outputs, K: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+        n, k, kind = tl.program_id(0).to(tl.int64), tl.arange(0, STEP), out.dtype.element_ty
+        gate_at, up_at = weight + n * K + k, weight + (n + outputs) * K + k
+        gate, up = tl.load(gate_at), tl.load(up_at)  # before the wait, as above
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        value = tl.load(x + k).to(tl.float32)
+        gates, ups = value * gate.to(tl.float32), value * up.to(tl.float32)
+        for start in range(STEP, K, STEP):
+            value = tl.load(x + start + k).to(tl.float32)
+            gates += value * tl.load(gate_at + start).to(tl.float32)
+            ups += value * tl.load(up_at + start).to(tl.float32)
+        g, u = tl.sum(gates, 0).to(kind).to(tl.float32), tl.sum(ups, 0).to(kind).to(tl.float32)
+        tl.store(out + n, ((g / (1 + tl.exp(-g))).to(kind).to(tl.float32) * u).to(kind))
 '''
 
 
@@ -66,7 +110,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
     for file, tree in trees.items():
         path = gpu.new_file(sources, file, "skinny")
         if path in sources:
-            return {"declined": f"{path} is there already"}
+            return _gated(sources, path, finding)
         new: dict[cst.CSTNode, object] = {}
         for node in t.walk(tree):
             if isinstance(node, cst.Call) and t.code(node.func) == "F.linear" and len(node.args) == 2 and not any(a.keyword for a in node.args):
@@ -76,12 +120,56 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
             changed[path] = SKINNY
     if not changed or len(changed) > 3:
         return {"declined": "no products by F.linear without bias" if not changed else f"products in {len(changed)} files"}
+    return _patch(changed, "Products of one row at the memory bandwidth", finding, "skinny_gemv", "sums run in float32")
+
+
+def _patch(changed: dict[str, str], title: str, finding: dict, row: str, invariant: str) -> dict:
     return {
         "sources": changed,
         "mechanism": "skinny-gemm",
-        "title": "Products of one row at the memory bandwidth",
+        "title": title,
         "predicted_us": finding.get("bound_us"),
-        "invariants": ["sums run in float32", "more than one row, odd sizes and CPUs go to F.linear"],
+        "invariants": [invariant, "more than one row, odd sizes and CPUs go to F.linear"],
         "params": {},
-        "activation": {"appear": [{"row": "skinny_gemv", "phase": "decode", "ranks": "all"}], "vanish": []},
+        "activation": {"appear": [{"row": row, "phase": "decode", "ranks": "all"}], "vanish": []},
     }
+
+
+def _gated(sources: dict[str, str], path: str, finding: dict) -> dict:
+    """Second stage, once `skinny.linear` is there: silu(gate) * up inside the product that makes both."""
+    if "def gated(" in sources[path]:
+        return {"declined": f"{path} is there already, the gated product too"}
+    for file, tree in t.parse_all(sources, "skinny.linear(").items():
+        for function in t.functions({file: tree}):
+            new = _gate_and_up(function)
+            if new is not None:
+                before = sources[path].replace("\nimport torch\n", "\nfrom collections.abc import Callable\n\nimport torch\n", 1)
+                changed = {file: t.replace(tree, new).code, path: before + GATED}
+                return _patch(changed, "silu(gate) * up inside the product of one row", finding, "skinny_gated", "gate and up round before silu, as operators do")  # fmt: skip
+    return {"declined": f"{path} is there already; no gate and up that come from one product and meet in silu(gate) * up alone"}
+
+
+def _gate_and_up(function: t.Function) -> dict[cst.CSTNode, object] | None:
+    """`g, u = skinny.linear(x, w).split(sizes, dim=-1)`, names for g and u, one `silu_mul(g, u)` or `F.silu(g) * u`."""
+    body = list(function.statements())
+    for at, statement in enumerate(body):
+        split = re.fullmatch(r"(\w+), (\w+) = skinny\.linear\((.+), (\w+)\)\.split\((\w+), dim=-1\)", t.code(statement).strip())
+        if split is None:
+            continue
+        first, second, x, weight, _ = split.groups()
+        gone: list[cst.CSTNode] = [statement]
+        names = {first: "gate", second: "up"}
+        for later in body[at + 1 :]:
+            pair = t.assigned(later)
+            if pair is not None and t.code(pair[1]) in names:
+                names[pair[0]] = names[t.code(pair[1])]
+                gone.append(later)
+        gates, ups = (["|".join(n for n, kind in names.items() if kind == k)] for k in ("gate", "up"))
+        wanted = re.compile(rf"(?:\w+\.)?silu_mul\((?:{gates[0]}), (?:{ups[0]})\)|F\.silu\((?:{gates[0]})\) \* (?:{ups[0]})")
+        uses = [n for s in body if s not in gone for n in t.walk(s) if isinstance(n, cst.Call | cst.BinaryOperation) and wanted.fullmatch(t.code(n))]
+        others = sum(n.value in names for s in body if s not in gone for n in t.walk(s) if isinstance(n, cst.Name))
+        if len(uses) == 1 and others == 2:
+            call = uses[0]
+            rest = t.code(call.func) if isinstance(call, cst.Call) else "lambda gate, up: F.silu(gate) * up"
+            return {call: cst.parse_expression(f"skinny.gated({x}, {weight}, {rest})")} | dict.fromkeys(gone, cst.RemoveFromParent())
+    return None

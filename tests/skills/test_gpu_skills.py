@@ -5,6 +5,7 @@ Graphs and kernels themselves need a GPU (docs/gpu.md); here the graphs' book-ke
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from optimizer.proposers import get
 from optimizer.proposers.base import MAX_FILES, MAX_LINES
 from optimizer.proposers.playbook import Playbook
 
-ORDER = ("merge-projections", "cuda-graph-capture", "fused-kernels", "fused-kernels", "fused-kernels", "skinny-gemm", "inference-mode")
+ORDER = ("merge-projections", "cuda-graph-capture", "fused-kernels", "fused-kernels", "fused-kernels", "skinny-gemm", "skinny-gemm", "overlap-scheduling", "inference-mode")
 MADE_FOR_GPUS = ("cuda-graph-capture", "paged-attention-backend", "fused-kernels", "skinny-gemm")
 
 
@@ -104,9 +105,23 @@ if sys.argv[3] == "graphs":
             class Replay:
                 def replay(self):
                     step.logits = outer.forward(step, outer.metadata(step, plan))
+                    step.tokens = step.logits.float().argmax(dim=-1)
             step.graph = Replay()
 
     runner.graphs = Computing(runner)
+if sys.argv[4:] == ["ahead"]:
+    from engine import run_ahead
+
+    class Ahead(run_ahead.RunAhead):
+        class Event:  # a CPU has computed when it returns
+            def record(self): pass
+            def synchronize(self): pass
+
+        def launch(self, plan, after):
+            captured.append("ahead" if after is not None else "now")
+            return super().launch(plan, after)
+
+    runner.ahead = Ahead(runner)
 out = []
 for count in (1, 5, 3):
     ids = [100 * count + i for i in range(count)]
@@ -121,11 +136,11 @@ print(captured, file=sys.stderr)
 """
 
 
-def _generate(sources: dict[str, str], model: Path, place: Path, how: str) -> tuple[str, str]:
+def _generate(sources: dict[str, str], model: Path, place: Path, *how: str) -> tuple[str, str]:
     for file, text in sources.items():
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         (place / file).write_text(text)
-    command = [sys.executable, "-c", GENERATE, str(place), str(model), how]
+    command = [sys.executable, "-c", GENERATE, str(place), str(model), *how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, done.stderr.strip().splitlines()[-1]
@@ -140,3 +155,16 @@ def test_tokens_stay_eagerly_and_through_the_buffers_of_the_graphs(engine_source
     tokens, captured = _generate(patched, model, tmp_path / "patched", "graphs")
     assert tokens == plain
     assert captured == "[1, 8, 4]"
+
+
+def test_steps_launched_ahead_give_the_same_tokens_and_stop_where_a_page_is_missing(engine_sources, act, repo, tmp_path) -> None:
+    model = repo / "engine/tiny_qwen3"
+    plain, _ = _generate(engine_sources, model, tmp_path / "plain", "eager")
+    tokens, launched = _generate(act(engine_sources, *ORDER), model, tmp_path / "patched", "graphs", "ahead")
+    assert tokens == plain
+    kinds = [kind for kind in ast.literal_eval(launched) if isinstance(kind, str)]
+    assert kinds.count("ahead") > 30 and kinds.count("now") < 15  # of 42 steps in three batches
+
+
+def test_only_an_engine_with_graphs_is_run_ahead(engine_sources, answer) -> None:
+    assert "cuda-graph-capture goes first" in str(answer("overlap-scheduling", engine_sources))

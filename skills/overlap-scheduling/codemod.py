@@ -1,0 +1,236 @@
+"""Launch the graph of the next greedy decode step before the tokens of the present one are read.
+
+For an engine whose decode steps are replayed as CUDA graphs by `cuda-graph-capture`: what the host does between two
+steps then happens while the device computes. Looked for: that skill's `DecodeGraphs`, and the method that asks it.
+"""
+
+from __future__ import annotations
+
+import codemod_tools as t
+import gpu_tools as gpu
+import libcst as cst
+
+AHEAD = '''"""Greedy decode steps, one ahead: the next step's graph is launched before the present step's tokens are read.
+
+Tokens go from step to step on the device; their copy to the host waits for its own step alone. A step launched ahead is
+used when the next plan is the expected one, else forgotten: what it wrote are keys and values of a position that
+whoever gets it writes again before reading it. Not for: sampling, log-probabilities, prompts, several ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engine import sampler
+from engine.request import GenerationItem, Sequence, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    items: list[GenerationItem]
+    step: Any  # whose graph was launched
+    tokens: torch.Tensor  # on the host, once `done`
+    done: Any
+
+
+class RunAhead:
+    Event: Any = torch.cuda.Event
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.ahead: _Launched | None = None
+
+    @torch.inference_mode()
+    def tokens(self, plan: StepPlan, sequences: list[Sequence]) -> list[int] | None:
+        """The step's tokens, in the plan's order; None when the caller must compute them."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and _places(ahead.items) != _places(plan.generation):
+            ahead.done.synchronize()  # forgotten; its host buffer may be filled again
+            ahead = None
+        if plan.context or not all(_plain(s) for s in sequences):
+            return None
+        now = ahead or self.launch(plan, None)
+        if now is None:
+            return None
+        following = self.following(plan, sequences)
+        if following is not None:
+            self.ahead = self.launch(following, now.step)
+        now.done.synchronize()
+        return now.tokens[: len(plan.generation)].tolist()
+
+    def launch(self, plan: StepPlan, after: Any) -> _Launched | None:
+        """`after`: the graph whose tokens this step continues, before the host knows them."""
+        step = self.runner.graphs.launch(plan, after)
+        if step is None:
+            return None
+        tokens, done = step.back[step.turn], self.Event()
+        tokens.copy_(step.tokens, non_blocking=True)
+        done.record()
+        return _Launched(plan.generation, step, tokens, done)
+
+    def following(self, plan: StepPlan, sequences: list[Sequence]) -> StepPlan | None:
+        """The next plan if every sequence goes on, or None: one reaches its length, or needs a page it has not got."""
+        if any(len(s.output_ids) + 1 >= s.params.max_tokens for s in sequences):
+            return None
+        items = [replace(item, position=item.position + 1) for item in plan.generation]
+        if any(item.position >= len(item.block_table) * self.runner.block_size for item in items):
+            return None
+        return replace(plan, generation=items, finished=[])
+
+
+def _plain(sequence: Sequence) -> bool:
+    params = sequence.params
+    greedy = params.temperature < sampler.GREEDY_BELOW and params.logprobs is None
+    return greedy and len(sequence.output_ids) >= params.min_tokens
+
+
+def _places(items: list[GenerationItem]) -> list[tuple[int, int, int]]:
+    return [(i.seq_id, i.position, i.block_table[-1]) for i in items]
+'''
+# What changes in the graphs: two host buffers in turn, greedy tokens inside the graph, a launch without reading.
+GRAPHS = (
+    (
+        '''        self.host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+''',
+        '''        pinned = device.type == "cuda"
+        self.hosts = [torch.zeros(end, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self.back = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self.turn = 0
+''',
+    ),
+    (
+        '''        self.wide, self.counts, self.rows = (part.numpy() for part in self._cut(self.host, split, size))
+''',
+        '''        self.views = [[part.numpy() for part in self._cut(host, split, size)] for host in self.hosts]
+''',
+    ),
+    (
+        '''        self.logits: torch.Tensor | None = None
+''',
+        '''        self.logits: torch.Tensor | None = None
+        self.tokens: torch.Tensor | None = None  # the greedy ones
+''',
+    ),
+    (
+        '''        """The last step's tokens were read back, so the last copy has run and its source may be overwritten."""
+''',
+        '''        """Two host buffers in turn: tokens of the last step but one were read back, so its copy has run."""
+        self.turn = 1 - self.turn
+        wide, counts, rows = self.views[self.turn]
+''',
+    ),
+    ("            self.wide[:, row] = newest[item.seq_id], at, slot\n", "            wide[:, row] = newest[item.seq_id], at, slot\n"),
+    ("            self.counts[row] = at + 1\n", "            counts[row] = at + 1\n"),
+    ("            self.rows[row, : len(table)] = table\n", "            rows[row, : len(table)] = table\n"),
+    ("        self.there.copy_(self.host, non_blocking=True)\n", "        self.there.copy_(self.hosts[self.turn], non_blocking=True)\n"),
+    (
+        '''        """[G, vocab] of a step without prompts, valid until the next call; None when the caller must compute it."""
+''',
+        '''        """[G, vocab] of a step without prompts, valid until the next call; None when the caller must compute it."""
+        step = self.launch(plan)
+        return None if step is None or step.logits is None else step.logits[: len(plan.generation)]
+
+    def launch(self, plan: StepPlan, after: _Step | None = None) -> _Step | None:
+        """Replay the plan's graph. `after`: it goes on from the tokens of that graph, which the host does not know yet."""
+''',
+    ),
+    (
+        '''        step = self.steps.get(key) or _Step(*key, self.runner.tp.device)
+''',
+        '''        if after is not None and after is not self.steps.get(key):
+            return None
+        step = self.steps.get(key) or _Step(*key, self.runner.tp.device)
+''',
+    ),
+    (
+        '''        if step.graph is None:
+            self.capture(step, plan)
+''',
+        '''        if after is not None:
+            step.ids.copy_(step.tokens)
+        if step.graph is None:
+            self.capture(step, plan)
+''',
+    ),
+    (
+        '''        assert step.logits is not None
+        return step.logits[: len(items)]
+''',
+        '''        return step
+''',
+    ),
+    (
+        '''            step.logits = self.forward(step, metadata)
+''',
+        '''            step.logits = self.forward(step, metadata)
+            step.tokens = step.logits.float().argmax(dim=-1)
+''',
+    ),
+)
+
+
+def propose(sources: dict[str, str], finding: dict) -> dict:
+    """One patch, or why there is none."""
+    place = _place(sources)
+    if isinstance(place, str):
+        return {"declined": place}
+    function, graphs = place
+    changed = sources[graphs]
+    for old, new in GRAPHS:
+        if changed.count(old) != 1:
+            return {"declined": f"{graphs} is not as cuda-graph-capture wrote it: {old.strip().splitlines()[0][:60]!r}"}
+        changed = changed.replace(old, new)
+    file = function.file
+    ahead = gpu.new_file(sources, file, "run_ahead")
+    if ahead in sources:
+        return {"declined": f"{ahead} is there already"}
+    return {
+        "sources": {graphs: changed, ahead: gpu.local_names(AHEAD, file, sources), file: _runner(sources[file], function)},
+        "mechanism": "overlap-scheduling",
+        "title": "Launch the next greedy step before the tokens of this one are read",
+        "predicted_us": finding.get("bound_us"),
+        "invariants": [
+            "a step launched ahead is used only for the plan that was expected",
+            "a sequence that ended computes one step too many, whose token is never sent",
+        ],
+        "params": {},
+        "activation": {"appear": [{"row": "cudaEventSynchronize", "phase": "decode", "ranks": "all"}], "vanish": []},
+    }
+
+
+def _place(sources: dict[str, str]) -> tuple[t.Function, str] | str:
+    """(the method that asks the graphs for a plan's logits, the graphs' file)."""
+    for function in t.functions(t.parse_all(sources, "DecodeGraphs(")):
+        if "self.graphs.logits(" not in t.code(function.node):
+            continue
+        graphs = gpu.new_file(sources, function.file, "decode_graphs")
+        names = list(function.params)
+        if "self.ahead" in sources[function.file]:
+            return "the next step is launched ahead already"
+        made = "StepResult(tokens, logprobs)"
+        if graphs not in sources or len(names) != 3 or made not in t.code(function.node) or "self.remember(" not in t.code(function.node):
+            return f"{function.name} does not turn a plan and its sequences into a StepResult of tokens"
+        return function, graphs
+    return "decode steps are not replayed as graphs by DecodeGraphs: cuda-graph-capture goes first"
+
+
+def _runner(text: str, found: t.Function) -> str:
+    """The runner with `self.ahead` made in __init__ and asked first."""
+    _, plan, sequences = found.params
+    tree = cst.parse_module(text)
+    cls = t.classes({found.file: tree})[found.cls]
+    first = cls.methods[found.name].statements()[0]
+    ask = (
+        f"tokens = self.ahead.tokens({plan}, {sequences}) if self.ahead is not None else None\n"
+        "if tokens is not None:\n"
+        f"    self.remember({plan}, tokens)\n"
+        "    return StepResult(tokens, [None] * len(tokens))\n"
+    )
+    init = cls.methods["__init__"].statements()[-1]
+    line = "self.ahead = RunAhead(self) if self.graphs is not None and self.tp.size == 1 else None\n"
+    new: dict[cst.CSTNode, object] = {**t.before(first, ask), init: lambda updated: [updated, *t.statements(line)]}
+    folder = found.file.rpartition("/")[0].replace("/", ".")
+    return t.add_import(t.replace(tree, new), f"from {folder}.run_ahead import RunAhead" if folder else "from run_ahead import RunAhead").code
