@@ -64,6 +64,8 @@ def optimize(
     agent_option: Annotated[list[str] | None, typer.Option("--agent-option", help="KEY=VALUE for the agent, e.g. model=NAME; may be repeated")] = None,
     trust_skills: Annotated[list[Path] | None, typer.Option("--trust-skills", help="a further folder of skills; its code runs in this process")] = None,
     skills: Annotated[str, typer.Option("--skills", help="only these of the playbook's skills: a,b; all if left out")] = "",
+    knowledge: Annotated[Path | None, typer.Option("--knowledge", help="folder of accepted knowledge; skills/blueprint if left out")] = None,
+    without_knowledge: Annotated[str, typer.Option("--without-knowledge", help="ids of entries that the proposer does not get: a,b, or all")] = "",
     engine_args: Annotated[str, typer.Option("--engine-args", help="more arguments for the engine, the same in every arm: '--num-kv-blocks 4096'")] = "",
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="where this run is kept; runs/<id> if left out")] = None,
     runs: Runs = RUNS,
@@ -76,7 +78,7 @@ def optimize(
         devices=devices, agent=agent, protocol=protocol, attempts=attempts, budget_minutes=budget_minutes,
         max_rejections=max_rejections, max_usd=max_usd, gpu_minutes=gpu_minutes, seed=seed,
         unsafe_no_sandbox=unsafe_no_sandbox, accept_numeric_drift=accept_numeric_drift, run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()), engine_args=engine_args, skills=skills,
-        agent_options=tuple(agent_option or ()),
+        agent_options=tuple(agent_option or ()), knowledge=knowledge, without_knowledge=without_knowledge,
     )  # fmt: skip
     from optimizer import session
 
@@ -312,7 +314,7 @@ def _known(error: Exception) -> bool:
     names = {
         "Refused", "TargetError", "RunError", "LedgerBroken", "LedgerBusy", "NotApplied", "NothingToExport",
         "SealBroken", "Differs", "LaunchError", "SandboxError", "OracleError", "DiagnoseError", "WeightsChanged",
-        "BlueprintError", "ReviewError", "ReplayError", "AiperfError",
+        "BlueprintError", "ReviewError", "AblationError", "ReplayError", "AiperfError",
     }  # fmt: skip
     return type(error).__name__ in names
 

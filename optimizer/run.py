@@ -94,6 +94,8 @@ class Request:
     options: dict[str, Any] = field(default_factory=dict)  # of the proposer
     accept_numeric_drift: bool = False
     engine_args: tuple[str, ...] = ()  # appended to the target's command in every arm
+    knowledge: Path | None = None  # folder of the blueprint that the proposer reads; the repository's own if None
+    without_knowledge: tuple[str, ...] = ()  # ids of entries kept from the proposer; "all" keeps every one
     schema: int = SCHEMA
 
 

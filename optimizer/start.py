@@ -61,6 +61,8 @@ class Options:
     skills: str = ""  # names, comma-separated: all others stay out
     engine_args: str = ""  # for every arm: such as a fixed size of the KV cache, so that memory can be compared
     agent_options: tuple[str, ...] = ()  # KEY=VALUE
+    knowledge: Path | None = None  # another blueprint than the repository's
+    without_knowledge: str = ""  # ids, comma-separated, or all
 
 
 def prepare(options: Options) -> Run:
@@ -110,6 +112,8 @@ def prepare(options: Options) -> Run:
         options=_agent_options(options),
         accept_numeric_drift=options.accept_numeric_drift,
         engine_args=tuple(shlex.split(options.engine_args)),
+        knowledge=_knowledge(options),
+        without_knowledge=tuple(name.strip() for name in options.without_knowledge.split(",") if name.strip()),
     )
     try:
         return run.create(options.runs, request, target, place)
@@ -244,6 +248,12 @@ def _agent_options(options: Options) -> dict[str, Any]:
         if unknown := sorted(set(found["only"]) - known):
             raise Refused(f"--skills: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return found
+
+
+def _knowledge(options: Options) -> Path | None:
+    if options.knowledge is not None and not options.knowledge.is_dir():
+        raise Refused(f"--knowledge {options.knowledge}: no such folder")
+    return options.knowledge.resolve() if options.knowledge else None
 
 
 def _protocol(options: Options) -> str:

@@ -31,8 +31,11 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def accepted(run: Run) -> Sequence[Any]:
-    """Entries that a person accepted for exactly this engine, model and machine."""
-    return knowledge.accepted(facts(run))
+    """Entries that a person accepted for exactly this engine, model and machine, less those the run was to do without."""
+    without = run.request.without_knowledge
+    if "all" in without:
+        return []
+    return [e for e in knowledge.accepted(facts(run), run.request.knowledge or knowledge.BLUEPRINT) if e.id not in without]
 
 
 def learn(run: Run, number: int | None) -> list[str]:

@@ -145,6 +145,45 @@ def import_(file: Path, repository: Annotated[str, typer.Option("--repository", 
     _console().print(f"imported {len(new)} entries; `optimize review` shows them")
 
 
+@knowledge_app.command("ablate")
+def ablate(
+    entries: Annotated[list[str] | None, typer.Argument(help="accepted entries that one arm does without")] = None,
+    every: Annotated[bool, typer.Option("--all", help="without any entry instead")] = False,
+    target: Annotated[str, typer.Option("--target", help="what to improve")] = "tok/s",
+    target_dir: Annotated[Path | None, typer.Option("--target-dir", help="folder with a target.toml; this repository's engine/ if left out")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Hugging Face model folder")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", help="tensor-parallel ranks")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cpu or cuda")] = None,
+    protocol: Annotated[str, typer.Option("--protocol", help="quick or full")] = "quick",
+    skills: Annotated[str, typer.Option("--skills", help="only these of the playbook's skills")] = "",
+    attempts: Annotated[int, typer.Option("--attempts", help="budget of every run")] = 6,
+    budget_minutes: Annotated[float | None, typer.Option("--budget-minutes", help="wall time of every run")] = None,
+    seeds: Annotated[int, typer.Option("--seeds", help="how many; two runs each")] = 5,
+    share: Annotated[float, typer.Option("--share", help="of the final gain, that is to be reached")] = 0.9,
+    jobs: Annotated[int, typer.Option("--jobs", help="runs side by side, each on CPUs of its own")] = 1,
+    cpus_per_job: Annotated[int | None, typer.Option("--cpus-per-job", help="an equal part of all if left out")] = None,
+    out: Annotated[Path, typer.Option("--out", help="folder of the runs; what is finished there is not run again")] = RUNS / "ablation",
+    blueprint: Folder = BLUEPRINT,
+) -> None:
+    """Say whether knowledge pays: the same budget with and without it, attempts and time to a share of the final gain."""
+    from optimizer import start
+    from optimizer.knowledge import trials
+
+    if every == bool(entries):
+        raise trials.AblationError("name entries, or give --all")
+    given = start.Options(
+        metric=target, target_dir=target_dir, model=model, tp=tp, device=device, protocol=protocol, skills=skills,
+        attempts=attempts, budget_minutes=budget_minutes,
+    )  # fmt: skip
+    plan = trials.Plan(out, blueprint, trials.arguments(given), tuple(range(1, seeds + 1)), tuple(entries or ()), share, jobs, cpus_per_job)
+    trials.check(plan)
+    trials.probe(plan, given)
+    console = _console()
+    found = trials.ablate(plan, say=lambda text: console.print(text, markup=False, highlight=False))
+    trials.show(found, console)
+    raise typer.Exit(0 if found.pays is not False else 1)
+
+
 @knowledge_app.command("export")
 def export(base: Path, out: Path, blueprint: Folder = BLUEPRINT) -> None:
     """Write BASE, a MetaInfer blueprint, with our accepted entries added to OUT."""
