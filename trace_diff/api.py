@@ -58,7 +58,7 @@ def analyse(traceset: TraceSet, phase: str = "decode", **stated: Any) -> Analysi
     layers = find_layers(seq.classes, seq.names) if seq is not None else None
     cell = cell_of(traceset, by_rank[slowest], steps[slowest], wanted, seq, layers, stated)
     traced = float(np.mean([s.wall_ns for s in steps[slowest]])) / 1000
-    control = by_rank[slowest].meta.get("control_step_us")  # written by a capture that also timed without profiler
+    control = _positive(by_rank[slowest].meta.get("control_step_us"))  # by a capture that also timed without profiler
     return Analysis(
         label=traceset.label,
         cell=cell,
@@ -70,7 +70,7 @@ def analyse(traceset: TraceSet, phase: str = "decode", **stated: Any) -> Analysi
         sequence=seq,
         layers=layers,
         collectives=matched,
-        observer=Observer(traced, float(control) if control else None),
+        observer=Observer(traced, control),
         notes=tuple(notes),
         seen_steps=_seen(windows.steps(by_rank[slowest]), wanted),
     )
@@ -93,6 +93,12 @@ def findings_frame(findings: Seq[Finding]) -> pd.DataFrame:
 
     columns = ["id", "rule", "status", "bound_us", "per", "title", "skills"]
     return pd.DataFrame([{c: asdict(f)[c] for c in columns} for f in findings], columns=pd.Index(columns))
+
+
+def _positive(value: object) -> float | None:
+    """A time that a file states; None where it states none."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
+    return float(value) if good else None  # pyright: ignore[reportArgumentType]
 
 
 def _steady_steps(traceset: TraceSet, phase: Phase) -> tuple[dict[int, tuple[Step, ...]], list[str]]:

@@ -85,10 +85,13 @@ def provenance(meta: dict[str, Any]) -> dict[str, Any]:
 
 def device_class(trace: Trace, seq: Sequence | None) -> str | None:
     """ "cpu", the device's name from the trace, or None when a device worked whose name is not in the trace."""
+    if trace.strange_device:
+        return f"unknown accelerator ({', '.join(trace.unknown)})"
     if seq is not None and seq.device == "cpu":
         return "cpu"
-    properties = trace.meta.get("deviceProperties") or []
-    names = {str(p["name"]) for p in properties if isinstance(p, dict) and p.get("name")}
+    properties = trace.meta.get("deviceProperties")
+    listed = properties if isinstance(properties, list) else []
+    names = {p["name"] for p in listed if isinstance(p, dict) and isinstance(p.get("name"), str) and p["name"]}
     return sorted(names)[0] if names else None
 
 

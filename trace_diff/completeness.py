@@ -44,7 +44,7 @@ def flagged(trace: Trace, found: list[Step], empty: Sequence[bool], owner: Ints,
         flags = list(step.flags)
         if empty[k] or (has_device and seen.device[k] == 0):
             flags.append("empty")
-        unanswered = seen.answered[k] < _NEARLY_ALL * seen.calls[k]
+        unanswered = seen.answered[k] < _NEARLY_ALL * seen.calls[k] and not trace.strange_device
         most = usual_replays[step.phase, len(seen.replays[k])]
         if (unanswered and not empty[k]) or any(n < _NEARLY_ALL * m for n, m in zip(seen.replays[k], most, strict=True)):
             flags.append("under_recorded")

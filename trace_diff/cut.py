@@ -15,19 +15,22 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from trace_diff.types import Phase, Step
+from trace_diff.ingest.schema import WORK_KINDS, kind_of
+from trace_diff.types import Kind, Phase, Step
 
 if TYPE_CHECKING:
     from trace_diff.ingest import Trace
 
-_LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime", "Driver", "mtia_ccp_events", "privateuse1_runtime")
-_DEVICE_MARKS = ("gpu_user_annotation",)  # no launch of their own: kept by time
+_LAUNCHES = (Kind.RUNTIME, Kind.DRIVER)
+_ON_DEVICE = (*WORK_KINDS, Kind.SYNC)
+_BY_TIME = (Kind.PROFILER, Kind.PYTHON, Kind.GPU_ANNOTATION)  # no launch of their own, or around many
 
 
 class CutError(ValueError):
@@ -70,7 +73,7 @@ class _Row:
 
     raw: msgspec.Raw
     ph: str
-    cat: str
+    kind: Kind
     start_ns: int
     end_ns: int
     correlation: int
@@ -104,7 +107,7 @@ def split(path: Path) -> tuple[dict[str, msgspec.Raw], list[msgspec.Raw]]:
             return {}, msgspec.json.decode(text, type=list[msgspec.Raw])
         top = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         events = msgspec.json.decode(top.pop("traceEvents", b"[]"), type=list[msgspec.Raw])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         where = "" if "byte" in str(error) else f" at byte {len(text)}"
         raise CutError(f"{path}: {error}{where}; only whole files can be cut") from None
     except UnicodeDecodeError as error:
@@ -113,20 +116,16 @@ def split(path: Path) -> tuple[dict[str, msgspec.Raw], list[msgspec.Raw]]:
 
 
 def _rows(path: Path, raws: Sequence[msgspec.Raw]) -> Iterator[_Row]:
-    decoder = msgspec.json.Decoder(_Event)
+    decoder, kind = msgspec.json.Decoder(_Event), cache(kind_of)
     for at, raw in enumerate(raws):
         try:
             event = decoder.decode(raw)
             start = _ns(event.ts)
             end = start + (_ns(event.dur) if event.ph == "X" else 0)
-        except (msgspec.DecodeError, ArithmeticError, ValueError) as error:
+        except (msgspec.DecodeError, RecursionError, ArithmeticError, ValueError) as error:
             raise CutError(f"{path}: event {at} cannot be read: {error}") from None
         correlation = event.args.correlation if event.args else None
-        yield _Row(raw, event.ph, event.cat or "", start, end, -1 if correlation is None else correlation, event.id)
-
-
-def _is_device(cat: str) -> bool:
-    return cat.lower() in ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "cuda_sync")
+        yield _Row(raw, event.ph, kind(event.cat), start, end, -1 if correlation is None else correlation, event.id)
 
 
 def keep(rows: Sequence[_Row], start_ns: int, end_ns: int) -> list[msgspec.Raw]:
@@ -135,23 +134,21 @@ def keep(rows: Sequence[_Row], start_ns: int, end_ns: int) -> list[msgspec.Raw]:
     Device rows without a launch anywhere in the file are kept when they start in the window. Python frames
     that enclose the window stay whole (they name the call sites). Flow arrows stay if both ends may stay.
     """
-    launches = {r.correlation for r in rows if r.cat in _LAUNCHES and r.correlation >= 0}
+    launches = {r.correlation for r in rows if r.kind in _LAUNCHES and r.correlation >= 0}
     inside = {
         r.correlation
         for r in rows
-        if r.cat in _LAUNCHES and r.correlation >= 0 and start_ns <= r.start_ns < end_ns
+        if r.kind in _LAUNCHES and r.correlation >= 0 and start_ns <= r.start_ns < end_ns
     }
 
     def stays(r: _Row) -> bool:
         if r.ph == "M":
             return True
-        if _is_device(r.cat) and r.correlation in launches:
+        if r.kind in _ON_DEVICE and r.correlation in launches:
             return r.correlation in inside
         if r.ph in "sft":
             return r.flow in inside or (r.flow not in launches and start_ns <= r.start_ns < end_ns)
-        if r.cat == "Trace" or r.cat == "overhead":
-            return r.start_ns < end_ns and r.end_ns > start_ns
-        if r.cat in ("python_function", *_DEVICE_MARKS):
+        if r.kind in _BY_TIME:
             return r.start_ns < end_ns and r.end_ns > start_ns
         return start_ns <= r.start_ns < end_ns
 
@@ -232,6 +229,7 @@ def cut(
     `api.analyse` looks for it.
     """
     from trace_diff import ingest, windows
+    from trace_diff.ingest.trace import zero_ns
 
     top, raws = split(src)
     trace = ingest.load(src)
@@ -241,7 +239,7 @@ def cut(
     except CutError as error:
         raise CutError(f"{src}: {error}") from None
     rows = list(_rows(src, raws))
-    shift = trace.base_ns - int(trace.meta.get("baseTimeNanoseconds") or 0)  # columns start at the first event
+    shift = trace.base_ns - zero_ns(trace.meta)  # columns start at the first event
     at = every.index(steps[-1]) + 1
     end = _begins(trace, every[at]) if at < len(every) else max(r.end_ns for r in rows) - shift + 1
     kept = keep(rows, _begins(trace, steps[0]) + shift, end + shift)

@@ -5,11 +5,10 @@ Not for: time (attribute), which products make up a layer (layers).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from trace_diff.ingest import Trace
 from trace_diff.layers import PRODUCT, LayerMap
@@ -88,13 +87,14 @@ class Finder:
 def product_of(args: dict[str, Any]) -> Product | None:
     """The product that an operator's recorded input shapes describe: two matrices with a common dimension."""
     dims = args.get("Input Dims") or args.get("Input dims")
-    if not dims:
+    if not isinstance(dims, list):
         return None
-    types = args.get("Input type") or args.get("Input Types") or []
+    types = args.get("Input type") or args.get("Input Types")
+    types = [t if isinstance(t, str) else None for t in types] if isinstance(types, list) else []
     matrices = [(d, types[i] if i < len(types) else None) for i, d in enumerate(dims) if _is_matrix(d)]
     for i, (x, dtype) in enumerate(matrices):
         for w, _ in matrices[i + 1 :]:
-            rows = int(np.prod(x[:-1]))
+            rows = math.prod(x[:-1])
             if len(w) == 2 and w[0] == x[-1]:
                 return Product(rows, w[0], w[1], dtype)
             if len(w) == 2 and w[1] == x[-1]:
@@ -103,7 +103,7 @@ def product_of(args: dict[str, Any]) -> Product | None:
 
 
 def _is_matrix(d: Any) -> bool:
-    return isinstance(d, list) and len(d) >= 2 and all(isinstance(x, int) and x > 0 for x in d)
+    return isinstance(d, list) and len(d) >= 2 and all(isinstance(x, int) and 0 < x < 1 << 40 for x in d)
 
 
 def total_bytes(found: Seq[Product | None]) -> int | None:

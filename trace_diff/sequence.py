@@ -58,7 +58,7 @@ def extract(trace: Trace, steps: Seq[Step]) -> Sequence | None:
         return None
     e = trace.events
     keys = [e.name[rows].tobytes() for rows in per_step]
-    key = Counter(keys).most_common(1)[0][0]
+    key = Counter(k for k in keys if k).most_common(1)[0][0]
     chosen = [i for i, k in enumerate(keys) if k == key]
     stack = np.stack([e.dur_ns[per_step[i]] for i in chosen]).astype(np.float64)
     gaps = np.stack([_gaps(trace, steps[i], per_step[i]) for i in chosen])

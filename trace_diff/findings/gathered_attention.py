@@ -79,7 +79,7 @@ def _dimensions(context: Context, finder: Finder, item: int) -> int | None:
     """Dimensions of the largest input of the operator behind an item; None without shapes."""
     for row in finder.operators(item):
         dims = context.trace.args(row).get("Input Dims")
-        if dims:
+        if isinstance(dims, list) and dims:
             flat = [d for d in dims if isinstance(d, list)]
             nested = [x for d in flat for x in d if isinstance(x, list)]
             return max((len(d) for d in (*flat, *nested) if all(isinstance(x, int) for x in d)), default=None)

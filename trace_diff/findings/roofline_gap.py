@@ -117,10 +117,10 @@ def _as_a_whole(context: Context) -> Draft | NotFound | None:
 
 def weight_bytes(told: dict[str, Any]) -> int | None:
     """Bytes of the weights that one rank's products of a decode step read, by the dimensions an engine states."""
-    model, width = told.get("model"), DTYPE_BYTES.get(str(told.get("dtype")).lower())
+    model, tp, width = told.get("model"), told.get("tp"), DTYPE_BYTES.get(str(told.get("dtype")).lower())
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     if not isinstance(model, dict) or width is None or not all(isinstance(model.get(n), int) for n in names):
         return None
     hidden, inner, layers, heads, kv_heads, head, vocabulary = (model[n] for n in names)
     layer = hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
-    return width * (layers * layer + vocabulary * hidden) // int(told.get("tp") or 1)
+    return width * (layers * layer + vocabulary * hidden) // (tp if isinstance(tp, int) and tp > 0 else 1)

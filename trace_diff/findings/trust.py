@@ -28,6 +28,8 @@ def doubts(context: Context) -> tuple[str, ...]:
         rows = sum(len(s.rows) for s in context.steps)
         if inside > MOST_LOST * max(1, rows):
             out.append(f"{inside} rows of the averaged steps have no usable time")
+    if context.trace.strange_device:
+        out.append(f"the device's rows are of categories unknown to this tool: {', '.join(context.trace.unknown)}")
     total, bad = context.analysis.seen_steps
     if total and bad > MOST_INCOMPLETE * total:
         out.append(f"{bad} of {total} steps of this phase are empty or not whole")

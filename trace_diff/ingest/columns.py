@@ -11,12 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from trace_diff.ingest.decode import Args, Event
+from trace_diff.ingest.notes import NoteBook
 from trace_diff.ingest.numbers import to_ns
+from trace_diff.ingest.paired import pair
 from trace_diff.ingest.schema import DEVICE_KINDS, kind_of
 from trace_diff.types import Kind
 
 Ints = npt.NDArray[np.int64]
 _NO_ARGS = Args()
+_KNOWN = ("X", "s", "f", "t")
+_HALVES = ("B", "E", "b", "e")
+_NO_DURATION = {
+    "i": "instant", "I": "instant (old form)", "R": "mark", "C": "counter", "P": "sample", "async": "asynchronous",
+    "n": "asynchronous instant", "N": "object", "O": "object", "D": "object", "c": "clock", "None": "without a phase",
+}  # fmt: skip
+_OF_EVERY_FILE = 2  # instants: Kineto marks the iteration's start and the end of the recording
 ORDINAL_BITS = 24  # args_at = block << ORDINAL_BITS | ordinal of the event in its block's text
 _ON_DEVICE = np.zeros(256, bool)
 _ON_DEVICE[list(DEVICE_KINDS)] = True
@@ -95,7 +104,8 @@ class Columns:
         self.quoted = 0  # events with times written as strings
         self.meta_events: list[tuple[Event, int]] = []  # with the place of their text
         self.collectives: dict[int, CollectiveArgs] = {}  # by the place of their text
-        self.phases: dict[str, int] = {}
+        self.halves: list[tuple[Event, int]] = []  # begins and ends, until `close` pairs them
+        self.phases: dict[str, int] = {}  # events that are neither durations nor flows nor names
         self._kinds = np.zeros(0, np.int8)
         self._blocks = 0
 
@@ -111,8 +121,27 @@ class Columns:
             chosen = [i for i, phase in enumerate(phases) if phase == "X"]
             rows, ordinals = [events[i] for i in chosen], np.array(chosen, np.int64)
             self._others(events, phases, complete, block)
-        if not rows:
-            return
+        if rows:
+            self._complete(rows, ordinals | block)
+
+    def close(self, notes: NoteBook) -> None:
+        """Complete what was written as begin and end, and say which events are no durations."""
+        if self.halves:
+            found = pair(self.halves)
+            if found.rows:
+                self._complete(found.rows, np.array(found.at, np.int64))
+                notes.say(f"{len(found.rows)} events were written as begin and end")
+            if found.alone:
+                notes.say(f"{found.alone} begin or end events without their other half were left out")
+            if found.foreign:
+                self.phases["async"] = found.foreign
+            self.halves = []
+        if self.phases != {"i": self.phases.get("i")} or self.phases["i"] > _OF_EVERY_FILE:
+            counts = ", ".join(f"{n} {_NO_DURATION.get(k, k)}" for k, n in sorted(self.phases.items()))
+            if counts:
+                notes.say(f"events that are no durations, not counted: {counts}")
+
+    def _complete(self, rows: list[Event], at: Ints) -> None:
         ts_ns, bad_ts, quoted_ts = to_ns([e.ts for e in rows])
         dur_ns, bad_dur, quoted_dur = to_ns([e.dur for e in rows])
         self.quoted += max(quoted_ts, quoted_dur)
@@ -129,15 +158,15 @@ class Columns:
         self._put("name", self.names.of([e.name for e in rows]))
         self._put("pid", self.pids.of_few([e.pid for e in rows]))
         self._put("tid", self.tids.of_few([e.tid for e in rows]))
-        self._put("at", ordinals | block)
-        self._arguments(rows, kind, ordinals, block)
+        self._put("at", at)
+        self._arguments(rows, kind, at)
 
     def _kind(self, cat: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
         if len(self._kinds) < len(self.cats):
             self._kinds = np.array([int(kind_of(c)) for c in self.cats], np.int8)
         return self._kinds[cat]
 
-    def _arguments(self, rows: list[Event], kind: npt.NDArray[np.int8], ordinals: Ints, block: int) -> None:
+    def _arguments(self, rows: list[Event], kind: npt.NDArray[np.int8], at: Ints) -> None:
         """Identifiers, only from the rows that have them: Python frames have none, host rows no stream."""
         tied = np.flatnonzero(kind != Kind.PYTHON)
         args = [rows[i].args or _NO_ARGS for i in tied.tolist()]
@@ -156,7 +185,7 @@ class Columns:
         device[placed] = whole([a.device for a in args], self.big)
         for i, a in zip(placed.tolist(), args, strict=True):
             if a.collective is not None or a.seq is not None:
-                self.collectives[block | int(ordinals[i])] = CollectiveArgs(a.collective, a.group, a.seq, a.size)
+                self.collectives[int(at[i])] = CollectiveArgs(a.collective, a.group, a.seq, a.size)
         self._put("correlation", correlation)
         self._put("external", external)
         self._put("stream", stream)
@@ -174,8 +203,11 @@ class Columns:
         for i, phase in enumerate(phases):
             if phase == "M":
                 self.meta_events.append((events[i], block | i))
-            elif phase not in ("X", "s", "f", "t"):
-                self.phases[str(phase)] = self.phases.get(str(phase), 0) + 1
+            elif phase in _HALVES:
+                self.halves.append((events[i], block | i))
+            elif phase not in _KNOWN:
+                named = str(phase)[:20]
+                self.phases[named] = self.phases.get(named, 0) + 1
 
     def column(self, name: str, dtype: Any = np.int64) -> npt.NDArray[Any]:
         """One whole column; its parts are given up."""

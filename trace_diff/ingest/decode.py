@@ -7,6 +7,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct, field
 
+# What decoding raises for text that is not well formed, nested deeper than any profiler writes, or not UTF-8.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 
 class Args(Struct, gc=False):
     """The few arguments that become columns; all others stay in the text."""
@@ -36,20 +39,38 @@ class Event(Struct, gc=False):
     args: Args | None = None
 
 
+class Flow(Struct, gc=False):
+    """One event as far as flow arrows need it."""
+
+    ph: Any = None
+    cat: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Raw = Raw(b"")
+    id: Any = None
+
+
 _events = msgspec.json.Decoder(list[Event])
+_flows = msgspec.json.Decoder(list[Flow])
 _event = msgspec.json.Decoder(Event)
 
 
 def decode_events(text: bytes) -> list[Event]:
-    """Events of `text`, the inside of an array. Raises msgspec.DecodeError unless all of it is well formed."""
+    """Events of `text`, the inside of an array. Raises UNREADABLE unless all of it is well formed."""
     events = _events.decode(b"[" + text + b"]")
     if not text.isascii():
         text.decode()  # skipped fields are not checked by the decoder; UnicodeDecodeError is a ValueError
     return events
 
 
+def decode_flows(text: bytes) -> list[Flow]:
+    """Flow arrows (and all else, as far as Flow goes) of `text`, which has been decoded before; `args` are not looked
+    at, so that one which is no object does no harm."""
+    return _flows.decode(b"[" + text + b"]")
+
+
 def decode_event(text: bytes) -> Event:
-    """One event; loose about the types of its fields. Raises msgspec.DecodeError or UnicodeDecodeError."""
+    """One event; loose about the types of its fields. Raises UNREADABLE."""
     if not text.isascii():
         text.decode()
     try:

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from trace_diff.ingest.decode import decode_events
+from trace_diff.ingest.decode import decode_flows
 from trace_diff.ingest.notes import NoteBook
-from trace_diff.ingest.numbers import to_ns
+from trace_diff.ingest.numbers import plain_id, to_ns
 from trace_diff.ingest.quarantine import Rows
 from trace_diff.ingest.schema import LAUNCH_FLOWS, WORK_KINDS
 from trace_diff.ingest.store import ArgStore
 from trace_diff.types import Kind
 
+_ARROWS = ("s", "f")
 _FRESH = 1 << 61  # made-up ids start here, above any that a profiler writes
 
 
@@ -52,10 +53,10 @@ def _flows(store: ArgStore, number: dict[tuple[Any, Any], int]) -> tuple[dict[An
     starts: dict[Any, tuple[int, int]] = {}
     finishes: dict[Any, tuple[int, int]] = {}
     for text in store.blocks():
-        found = [e for e in decode_events(text) if e.ph in ("s", "f") and e.cat in LAUNCH_FLOWS]
+        found = [e for e in decode_flows(text) if e.ph in _ARROWS and str(e.cat) in LAUNCH_FLOWS]
         times = to_ns([e.ts for e in found]).values
         for event, ns in zip(found, times.tolist(), strict=True):
-            track = number.get((event.pid, event.tid))
+            track = number.get((plain_id(event.pid), plain_id(event.tid)))
             if track is not None and event.id is not None:
                 (starts if event.ph == "s" else finishes)[str(event.id)] = (track, ns)
     return starts, finishes

@@ -13,12 +13,13 @@ from trace_diff.ingest import merged, ranks
 from trace_diff.ingest.columns import Columns
 from trace_diff.ingest.link import fill_from_flows
 from trace_diff.ingest.notes import NoteBook
+from trace_diff.ingest.numbers import plain_id
 from trace_diff.ingest.quarantine import Rows, judge
 from trace_diff.ingest.reader import Progress, TraceError, chunks
-from trace_diff.ingest.schema import DEVICE_KINDS, WORK_KINDS, kind_of, mask_of
+from trace_diff.ingest.schema import DEVICE_KINDS, LEGACY_PROCESSES, WORK_KINDS, kind_of, mask_of
 from trace_diff.ingest.split import Splitter
 from trace_diff.ingest.store import ArgStore
-from trace_diff.ingest.trace import Trace
+from trace_diff.ingest.trace import Trace, zero_ns
 from trace_diff.types import Events, Kind
 
 
@@ -58,10 +59,12 @@ def _collector_off():
 def _build(
     path: Path, label: str | None, columns: Columns, store: ArgStore, meta: dict[str, Any], notes: NoteBook
 ) -> Trace:
+    columns.close(notes)
     if columns.quoted:
         notes.repaired += columns.quoted
         notes.say(f"times of {columns.quoted} events were written as text")
     table = _table(columns, store, notes)
+    unknown = _unknown(columns, table, notes)
     out = judge(table.rows, notes)
     base = int(table.rows.ts[~out].min()) if (~out).any() else 0
     good, bad = _events(table, ~out, base), _events(table, out, base)
@@ -69,7 +72,6 @@ def _build(
         last = base + int((good.ts_ns + good.dur_ns).max())
         notes.say(f"last good time: {last // 1000}.{last % 1000:03d} us")
     rank, world, known = _rank(path, meta, notes)
-    zero = meta.get("baseTimeNanoseconds")
     return Trace(
         path=str(path),
         label=label or path.name.split(".")[0],
@@ -78,14 +80,15 @@ def _build(
         events=good,
         names=[n if isinstance(n, str) else str(n) for n in columns.names],
         tracks=table.tracks,
-        base_ns=base + (zero if isinstance(zero, int) and abs(zero) < 1 << 62 else 0),
+        base_ns=base + zero_ns(meta),
         notes=notes.freeze(),
         meta=meta,
         quarantine=bad,
         store=store,
         collectives=columns.collectives,
         rank_known=known,
-        process_at={_plain(e.pid): at for e, at in columns.meta_events if e.name == "process_name"},
+        unknown=unknown,
+        process_at={plain_id(e.pid): at for e, at in columns.meta_events if e.name == "process_name"},
     )
 
 
@@ -102,8 +105,8 @@ class _Table(NamedTuple):
 
 def _table(columns: Columns, store: ArgStore, notes: NoteBook) -> _Table:
     kind = columns.column("kind", np.int8)
-    _name_unknown(columns, kind, notes)
     track, tracks = _tracks(columns, columns.column("pid", np.int32), columns.column("tid", np.int32))
+    _legacy(kind, track, tracks)
     stream, device = _places(columns, mask_of(DEVICE_KINDS)[kind], track, tracks)
     rows = Rows(
         ts=columns.column("ts"),
@@ -169,11 +172,21 @@ def by_start(ts: np.ndarray, dur: np.ndarray, index: np.ndarray) -> np.ndarray:
     return order
 
 
-def _name_unknown(columns: Columns, kind: np.ndarray, notes: NoteBook) -> None:
-    names = [str(c) for c in columns.cats if kind_of(c) == Kind.OTHER]
-    if names:
-        count = int((kind == Kind.OTHER).sum())
-        notes.say(f"{count} events of categories unknown to this tool, not counted: {', '.join(sorted(names))}")
+def _legacy(kind: np.ndarray, track: np.ndarray, tracks: list[tuple[Any, Any]]) -> None:
+    """Kinds of rows without a category by the name of their process, as the profiler before Kineto wrote; in place."""
+    told = np.array([LEGACY_PROCESSES.get(p, Kind.OTHER) if isinstance(p, str) else Kind.OTHER for p, _ in tracks], np.int8)
+    if told.any():
+        kind[:] = np.where(kind == Kind.OTHER, told[track], kind)
+
+
+def _unknown(columns: Columns, table: _Table, notes: NoteBook) -> tuple[str, ...]:
+    """Categories that no table knows, as far as rows of them are left."""
+    count = int((table.rows.kind == Kind.OTHER).sum())
+    names = sorted(str(c)[:40] if c is not None else "(none)" for c in columns.cats if kind_of(c) == Kind.OTHER)
+    if not count:
+        return ()
+    notes.say(f"{count} events of categories unknown to this tool, not counted: {', '.join(names[:20])}")
+    return tuple(names)
 
 
 def _tracks(columns: Columns, pid: np.ndarray, tid: np.ndarray) -> tuple[np.ndarray, list[tuple[Any, Any]]]:
@@ -189,21 +202,9 @@ def _tracks(columns: Columns, pid: np.ndarray, tid: np.ndarray) -> tuple[np.ndar
     else:
         pairs, track = np.unique(key, return_inverse=True)
     unique: dict[tuple[Any, Any], int] = {}
-    named = [(_plain(pids[p // width]), _plain(tids[p % width])) for p in pairs.tolist()]
+    named = [(plain_id(pids[p // width]), plain_id(tids[p % width])) for p in pairs.tolist()]
     remap = np.array([unique.setdefault(pair, len(unique)) for pair in named] or [0], np.int32)
     return remap[track], list(unique)
-
-
-def _plain(value: Any) -> int | str:
-    """A pid or tid as int where it is one, whatever way it was written."""
-    if isinstance(value, bool) or value is None:
-        return -1
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    text = str(value)
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else text
 
 
 def _places(

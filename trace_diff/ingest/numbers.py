@@ -1,4 +1,7 @@
-"""Decimal text of microseconds to exact integer nanoseconds. No float is ever made. Not for: other columns."""
+"""Decimal text of microseconds to exact integer nanoseconds, and ids of processes and threads to one form.
+
+No float is ever made. Not for: other columns.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-LIMIT = 1 << 62  # of nanoseconds (146 years): beyond it a time is not a time
+LIMIT = 1 << 61  # of nanoseconds (73 years): beyond it a time is not a time, and sums of times stay within 64 bits
 _LONGEST = 20  # characters that surely fit 64 bits, or are seen not to
 _NUMBER = re.compile(rb"-?[0-9]{1,15}(?:\.[0-9]{0,18})?")
 _POWERS = 10 ** np.arange(19, dtype=np.int64)
@@ -101,3 +104,15 @@ def _one(text: bytes) -> int | None:
     except (InvalidOperation, UnicodeDecodeError, ValueError):
         return None
     return result if abs(result) < LIMIT else None
+
+
+def plain_id(value: object) -> int | str:
+    """A pid or tid as int where it is one, whatever way it was written."""
+    if isinstance(value, bool) or value is None:
+        return -1
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    text = str(value)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else text

@@ -14,13 +14,16 @@ _PATTERNS = (
 )
 
 
+MOST_RANKS = 1 << 20  # a larger number is a time or an identifier, not a rank
+
+
 def from_name(path: str) -> int | None:
     """Rank in a file name, or None. A folder name (rank3/trace.json) is looked at when the file says nothing."""
     parts = PurePath(path).parts
     for text in parts[-1:] + parts[-2:-1]:
         for pattern in _PATTERNS:
             found = pattern.findall(text)
-            if found:
+            if found and int(found[-1]) < MOST_RANKS:
                 return int(found[-1])
     return None
 
@@ -36,8 +39,6 @@ def from_meta(meta: dict[str, Any]) -> tuple[int | None, int | None]:
 def _number(value: Any) -> int | None:
     if isinstance(value, bool):
         return None
-    if isinstance(value, int):
-        return value if value >= 0 else None
-    if isinstance(value, str) and value.strip().isdecimal() and value.isascii():
-        return int(value)
-    return None
+    if isinstance(value, str) and len(value) < 9 and value.isascii() and value.strip().isdecimal():
+        value = int(value)
+    return value if isinstance(value, int) and 0 <= value < MOST_RANKS else None

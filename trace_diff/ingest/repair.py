@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from trace_diff.ingest.decode import Event, decode_event, decode_events
+from trace_diff.ingest.decode import UNREADABLE, Event, decode_event, decode_events
 from trace_diff.ingest.mend import Unmendable, escape_backslashes, mend
 
 _KEYS = rb"ph|cat|name|pid|tid|ts|dur|args|id|bp|s|cname|tts|tdur|sf"
@@ -73,7 +73,7 @@ def _group(text: bytes, out: Salvage) -> bool:
         if mended is not None:
             try:
                 events = decode_events(mended)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNREADABLE:
                 continue
             out.events.extend(events)
             out.texts.append(mended)
@@ -114,7 +114,7 @@ def _mend(text: bytes, base: int, stop: int, out: Salvage) -> int:
     try:
         mended, end, count = mend(segment)
         event = decode_event(mended)
-    except (Unmendable, msgspec.DecodeError, UnicodeDecodeError):
+    except (Unmendable, *UNREADABLE):
         return -1
     _keep(event, mended, out)
     out.repaired += count
@@ -126,7 +126,7 @@ def _try(segment: bytes, base: int, out: Salvage) -> tuple[int, str | None]:
     """Strict reading: (length of the event, None) when it was kept, else (0, the decoder's complaint)."""
     try:
         event, end = _first(segment)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         return 0, str(error)
     _keep(event, segment[:end], out)
     if end < len(segment):

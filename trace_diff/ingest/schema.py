@@ -14,8 +14,6 @@ from trace_diff.types import Kind
 CATEGORIES: dict[str, Kind] = {
     "kernel": Kind.KERNEL,
     "concurrent_kernel": Kind.KERNEL,
-    "gpu_kernel": Kind.KERNEL,
-    "privateuse1_kernel": Kind.KERNEL,
     "gpu_memcpy": Kind.MEMCPY,
     "memcpy": Kind.MEMCPY,
     "gpu_memset": Kind.MEMSET,
@@ -26,16 +24,29 @@ CATEGORIES: dict[str, Kind] = {
     "user_annotation": Kind.ANNOTATION,
     "gpu_user_annotation": Kind.GPU_ANNOTATION,
     "cuda_sync": Kind.SYNC,
-    "xpu_sync": Kind.SYNC,
-    "hip_sync": Kind.SYNC,
+    "cuda_event": Kind.SYNC,
+    "hpu_op": Kind.RUNTIME,  # Kineto: "HPU host side runtime event"
+    "external_correlation": Kind.PROFILER,
+    "external correlation": Kind.PROFILER,
+    "gpu_pm_counter": Kind.PROFILER,
     "overhead": Kind.PROFILER,
     "trace": Kind.PROFILER,
     "cuda_profiler_range": Kind.PROFILER,
     "runtime": Kind.RUNTIME,
     "driver": Kind.DRIVER,
 }
-_RUNTIME = re.compile(r"[a-z0-9]+_runtime")
-_DRIVER = re.compile(r"[a-z0-9]+_driver")
+# A backend that names its own rows after Kineto's pattern: npu_kernel, xpu_memcpy, musa_runtime.
+_NAMED_AFTER = re.compile(r"[a-z0-9]+_(kernel|memcpy|memset|sync|runtime|driver)")
+_AS = {
+    "kernel": Kind.KERNEL,
+    "memcpy": Kind.MEMCPY,
+    "memset": Kind.MEMSET,
+    "sync": Kind.SYNC,
+    "runtime": Kind.RUNTIME,
+    "driver": Kind.DRIVER,
+}
+# Processes of the profiler before Kineto (torch < 1.8, use_kineto=False), which wrote no categories.
+LEGACY_PROCESSES = {"CPU functions": Kind.CPU_OP, "CUDA functions": Kind.KERNEL}
 
 # Rows that live on a device track.
 DEVICE_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET, Kind.GPU_ANNOTATION, Kind.SYNC)
@@ -58,8 +69,7 @@ def kind_of(category: object) -> Kind:
     known = CATEGORIES.get(name)
     if known is not None:
         return known
-    if _RUNTIME.fullmatch(name):
-        return Kind.RUNTIME
-    if _DRIVER.fullmatch(name):
-        return Kind.DRIVER
+    named = _NAMED_AFTER.fullmatch(name)
+    if named is not None:
+        return _AS[named.group(1)]
     return Kind.OTHER

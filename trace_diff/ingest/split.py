@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trace_diff.ingest.decode import Event, decode_events
+from trace_diff.ingest.decode import UNREADABLE, Event, decode_events
 from trace_diff.ingest.mend import Unmendable, mend
 from trace_diff.ingest.notes import NoteBook
 from trace_diff.ingest.repair import salvage
@@ -214,7 +214,7 @@ class Splitter:
         try:
             fixed, end, count = mend(text)
             value = msgspec.json.decode(fixed)
-        except (Unmendable, msgspec.DecodeError, UnicodeDecodeError):
+        except (Unmendable, *UNREADABLE):
             self._notes.cut(f"the file ends at byte {self._seen}, after the events but before its own end")
             return
         self._notes.repaired += count
@@ -228,7 +228,7 @@ def _strictly(text: bytes) -> list[Event] | None:
     """Events, or None where the text is not well formed."""
     try:
         return decode_events(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 
@@ -236,13 +236,13 @@ def _object(text: bytes, notes: NoteBook) -> dict[str, Any] | None:
     """A top-level object, mended where needed; None where it is not one complete object."""
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         try:
             fixed, end, count = mend(text)
             if text[end:].strip(_SPACE):
                 return None
             value = msgspec.json.decode(fixed)
-        except (Unmendable, msgspec.DecodeError, UnicodeDecodeError):
+        except (Unmendable, *UNREADABLE):
             return None
         notes.repaired += count
     return value if isinstance(value, dict) else None

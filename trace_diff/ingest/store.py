@@ -52,7 +52,10 @@ class ArgStore:
         """Arguments; empty where there are none."""
         if at < 0:
             return {}
-        args = self.event(at).get("args")
+        try:
+            args = self.event(at).get("args")
+        except RecursionError:
+            return {}
         return args if isinstance(args, dict) else {}
 
     def _text(self, block: int) -> bytes:

@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 
 from trace_diff.ingest.columns import CollectiveArgs
+from trace_diff.ingest.numbers import LIMIT
 from trace_diff.ingest.store import ArgStore
-from trace_diff.types import Events, LoadNotes
+from trace_diff.types import Events, Kind, LoadNotes
+
+
+def zero_ns(meta: dict[str, Any]) -> int:
+    """The time that a file's own times count from (baseTimeNanoseconds); 0 where it gives none."""
+    zero = meta.get("baseTimeNanoseconds")
+    return zero if isinstance(zero, int) and not isinstance(zero, bool) and abs(zero) < LIMIT else 0
 
 
 @dataclass(slots=True)
@@ -31,6 +38,7 @@ class Trace:
     store: ArgStore
     collectives: dict[int, CollectiveArgs] = field(default_factory=dict)  # by Events.args_at
     rank_known: bool = True  # False: guessed (no distributedInfo, nothing in the file name)
+    unknown: tuple[str, ...] = ()  # categories that no table knows; their rows are Kind.OTHER
     process_at: dict[int | str, int] = field(default_factory=dict)  # pid -> where its name stands
     cache: dict[str, Any] = field(default_factory=dict)  # results of analysis, by name
 
@@ -47,6 +55,12 @@ class Trace:
     def name(self, i: int) -> str:
         """Name of event `i`."""
         return self.names[int(self.events.name[i])]
+
+    @property
+    def strange_device(self) -> bool:
+        """True where something launches work on a device whose rows this tool does not know."""
+        launches = len(self.rows(Kind.RUNTIME, Kind.DRIVER)) > 0
+        return bool(self.unknown) and launches and not len(self.rows(Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET))
 
     def rows(self, *kinds: int) -> np.ndarray:
         """Indices of the events of these kinds, ascending (that is, by start)."""
