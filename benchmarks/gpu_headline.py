@@ -1,0 +1,110 @@
+"""Ours against the best of several vLLM configurations, in one sitting, over HTTP, interleaved.
+
+    python -m benchmarks.gpu_headline OUT --place DIR --model DIR [--ours TREE|RUN_DIR] [--seconds 540] [--vllm-site SITE]
+
+First the search: every setting of `headline_settings.py` is started and timed in six cells. Then ours and the best of
+them, both up at once, take turns (ABBA) on the same fresh prompts; ratios are printed only when nothing speaks against
+the comparison. The plain engine and transformers are timed once, for context. Every result is a JSON line in
+OUT/headline.jsonl as soon as it is known; `--place` keeps them too, so that a second command on the same machine goes on
+where the first stopped. Not for: accepting patches (`optimize`), or figures of different machines or sittings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import headline_cells as cells
+from benchmarks.headline_sitting import Sitting, digest_of, our_arms
+from benchmarks.headline_steps import bound, context, pairs, search, summary
+from optimizer.traffic.prompts import PromptSource
+from optimizer.truth import weights
+from optimizer.vllm_server import PROGRAM, Common
+
+REPO = Path(__file__).resolve().parent.parent
+QWEN = "Qwen3-8B dimensions"
+
+
+def options_of(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("out", type=Path)
+    add("--place", type=Path, required=True, help="folder on a disk with 40 GB; results and compiled code stay there")
+    add("--model", type=Path, default=None, help="Hugging Face folder; with config.json alone, or left out (Qwen3-8B), random weights are written")
+    add("--ours", type=Path, default=REPO / "engine", help="folder with a target.toml, or a run: its last accepted engine")
+    add("--ours-args", default=None, help="for our engine: '--num-kv-blocks 4096'; those of the run if left out")
+    add("--seconds", type=float, default=540.0, help="stop after so long")
+    add("--gpu", type=int, default=0, help="of ours")
+    add("--vllm-gpu", type=int, default=None, help="another GPU: two settings at a time in the search, and vLLM there in the pairs")
+    add("--same-card", action="store_true", help="in the pairs both on --gpu, whatever --vllm-gpu says: cards differ a little")
+    add("--vllm-site", type=Path, default=None, help="folder with vLLM in it, for PYTHONPATH of its process only")
+    add("--vllm-program", default=shlex.join(PROGRAM), help="what is started, before its flags")
+    add("--vllm-python", type=Path, default=Path(sys.executable))
+    add("--only", default="", help="settings by name, comma-separated; all if left out")
+    add("--steps", default="bound,search,pairs,context", help="which of these, in this order")
+    add("--pairs", type=int, default=12, help="of each cell; at least 6 for a result")
+    add("--max-model-len", type=int, default=8192)
+    add("--kv-tokens", type=int, default=65536)
+    add("--start-timeout", type=float, default=180.0)
+    add("--device", choices=("cpu", "cuda"), default="cuda")
+    add("--dtype", default="bfloat16")
+    add("--shrink", type=int, default=1, help="divide prompts and answers by this: for trying it out")
+    add("--seed", type=int, default=7, help="of random weights and of prompts")
+    add("--sandbox", default="auto", help="of our engines")
+    return parser.parse_args(argv)
+
+
+def model_of(options: argparse.Namespace) -> Path:
+    """The model with its weights: the folder that was given, or random ones of its dimensions in the place."""
+    if options.model is not None and list(options.model.glob("*.safetensors")):
+        return options.model.resolve()
+    config = options.model
+    if config is None:
+        from benchmarks.gpu_engine import QWEN3_8B
+
+        config = options.place / "config"
+        config.mkdir(parents=True, exist_ok=True)
+        (config / "config.json").write_text(json.dumps(QWEN3_8B))
+    return weights.write_random(config, (options.place / "weights").resolve(), options.seed)
+
+
+def begin(options: argparse.Namespace, began: float) -> Sitting:
+    """Everything that stays the same, and the first line of the record."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.place.mkdir(parents=True, exist_ok=True)
+    model = model_of(options)
+    ours, plain = our_arms(options, model)
+    common = Common(
+        model=model, dtype=options.dtype, max_model_len=options.max_model_len, kv_tokens=options.kv_tokens,
+        site=options.vllm_site and options.vllm_site.resolve(), cache=(options.place / "compiled").resolve(),
+        program=tuple(shlex.split(options.vllm_program)),
+    )  # fmt: skip
+    sitting = Sitting(
+        options=options, common=common, ours=ours, plain=plain, began=began, jobs=cells.shrunk(options.shrink),
+        prompts=PromptSource(f"headline of seed {options.seed}".encode(), model), model_sha256=weights.digest(model),
+        terms=cells.Terms(options.dtype, options.max_model_len, options.kv_tokens), ours_digest=digest_of(ours),
+    )  # fmt: skip
+    sitting.open()
+    return sitting
+
+
+def main(argv: list[str] | None = None) -> None:
+    began = time.monotonic()
+    options = options_of(argv)
+    sitting = begin(options, began)
+    steps = {"bound": bound, "search": search, "pairs": pairs, "context": context}
+    wanted = [name.strip() for name in options.steps.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in steps]:
+        raise SystemExit(f"no step {', '.join(unknown)}; there are: {', '.join(steps)}")
+    for name in wanted:
+        steps[name](sitting)
+    for line in summary(sitting):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The headline's sitting on a CPU: a stand-in with vLLM's flags and surface, the fake engine as ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_headline
+from benchmarks import headline_cells as cells
+from benchmarks.headline_settings import DEFAULTS, JOINED, SETTINGS, joined
+from optimizer.traffic.client import Request
+from optimizer.types import Stream
+from optimizer.vllm_server import Common, Setting, command, stated
+
+DIMENSIONS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8}
+OURS_S = 0.002  # a step of the fake engine here: half of the stand-in's fastest
+FOUR = "defaults,eager,full graphs for decode only,FlashInfer attention"
+
+
+@pytest.fixture
+def folders(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path, Path]]:
+    """(out, place, model): the fake weights under dimensions that a KV cache can be sized from; small batches."""
+    monkeypatch.setattr(cells, "JOBS", tuple(replace(job, concurrency=min(job.concurrency, 3)) for job in cells.JOBS))
+    model = tmp_path / "model"
+    shutil.copytree(repo / "tests" / "fakes" / "weights", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | DIMENSIONS))
+    shutil.copytree(repo / "tests" / "fakes" / "engine", tmp_path / "ours")
+    server = (tmp_path / "ours" / "server.py").read_text()
+    paced = server.replace("            last = index == count - 1\n", f"            __import__('time').sleep({OURS_S})\n            last = index == count - 1\n")
+    assert paced != server
+    (tmp_path / "ours" / "server.py").write_text(paced)
+    yield tmp_path / "out", tmp_path / "place", model
+
+
+def sit(repo: Path, folders: tuple[Path, Path, Path], *more: str) -> list[dict]:
+    """One command of the sitting; its record."""
+    out, place, model = folders
+    program = f"{sys.executable} {repo / 'tests' / 'fakes' / 'vllm' / 'api_server.py'}"
+    gpu_headline.main([
+        str(out), "--place", str(place), "--model", str(model), "--ours", str(out.parent / "ours"), "--ours-args", "",
+        "--device", "cpu", "--dtype", "float32", "--max-model-len", "4096", "--shrink", "8", "--seconds", "60", "--vllm-program", program,
+        "--steps", "search,pairs", "--pairs", "6", "--sandbox", "none", *more,
+    ])  # fmt: skip
+    return [json.loads(line) for line in (out / "headline.jsonl").read_text().splitlines()]
+
+
+def kind(record: list[dict], name: str) -> list[dict]:
+    return [entry for entry in record if entry["kind"] == name]
+
+
+def test_the_best_setting_meets_ours_in_pairs_and_a_setting_that_fails_is_a_line(repo, folders, capsys):
+    record = sit(repo, folders, "--only", FOUR)
+    status = {e["setting"]: e["status"] for e in kind(record, "setting")}
+    assert status == {"defaults": "timed", "eager": "timed", "full graphs for decode only": "timed", "FlashInfer attention": "failed"}
+    failed = next(e for e in kind(record, "setting") if e["status"] == "failed")
+    assert "No module named 'flashinfer'" in failed["why"]
+    ms = {e["setting"]: e["ms"]["decode, batch 1"] for e in kind(record, "setting") if e["status"] == "timed"}
+    assert ms["eager"] > ms["defaults"] > ms["full graphs for decode only"] > 4.0
+    taken = kind(record, "pair")
+    assert all(p["order"][0] == ("ours", "vllm", "vllm", "ours")[p["index"] % 4] for p in taken) and len(taken) == 6
+    assert {p["setting"] for p in taken} == {"full graphs for decode only"}
+    assert len({p["prompts_sha"] for p in taken}) == 6, "prompts are fresh in every pair"
+    (result,) = kind(record, "result")
+    assert set(result["cells"]) == set(cells.CELLS) and result["pairs"] == 6
+    row = result["cells"]["decode, batch 1"]
+    assert row["ci95"][0] <= row["ratio"] <= row["ci95"][1] and row["ours_ms"] < row["vllm_ms"]
+    assert result["short"] == ["only 3 settings were timed"]
+    assert kind(record, "fairness")[0]["against"] == []
+    assert "geometric mean" in capsys.readouterr().out
+
+
+def test_a_second_command_goes_on_where_the_first_stopped(repo, folders):
+    first = sit(repo, folders, "--only", "defaults", "--steps", "search")
+    again = sit(repo, folders, "--only", "defaults,eager")
+    assert [e["setting"] for e in kind(again, "setting")] == ["defaults", "eager"]
+    assert kind(again, "setting")[0] == kind(first, "setting")[0]
+    assert len(kind(again, "pair")) == 6
+
+
+def test_a_torn_line_of_a_killed_sitting_is_dropped(repo, folders):
+    sit(repo, folders, "--only", "defaults", "--steps", "search")
+    record = folders[1] / "headline.jsonl"
+    record.write_text(record.read_text() + '{"kind": "setting", "set')
+    assert [e["setting"] for e in kind(sit(repo, folders, "--only", "defaults", "--steps", "search"), "setting")] == ["defaults"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("hits", "came from a prefix cache"), ("float16", "computes in float16"), ("short", "tokens came, ")],
+)
+def test_a_setting_that_does_other_work_is_excluded_with_its_reason(repo, folders, monkeypatch, fault, why):
+    monkeypatch.setenv("FAKE_VLLM", fault)
+    record = sit(repo, folders, "--only", "defaults")
+    (entry,) = kind(record, "setting")
+    assert entry["status"] in ("unfair", "failed") and why in entry["why"]
+    assert not kind(record, "pair") and kind(record, "no_pairs")[0]["why"] == "no vLLM setting was timed"
+
+
+def test_no_ratio_is_printed_when_the_servers_do_not_serve_the_same_model(repo, folders, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_VLLM", "other-tokens")
+    record = sit(repo, folders, "--only", "defaults")
+    (result,) = kind(record, "result")
+    assert "not the same model" in result["excluded"][0] and "cells" not in result
+    assert "no ratio" in capsys.readouterr().out
+
+
+def test_time_that_is_up_leaves_settings_out_and_says_so(repo, folders, capsys):
+    record = sit(repo, folders, "--only", FOUR, "--seconds", "0.01")
+    assert not kind(record, "setting")
+    assert "not reached: defaults" in capsys.readouterr().out
+
+
+def test_flags_carry_the_same_cache_and_no_prefix_caching(folders):
+    _, _, model = folders
+    how = command(Common(model=model, dtype="float32", kv_tokens=160, profile=True), Setting("x", ("--block-size", "32"), {"cudagraph_mode": "FULL"}))
+    text = str(how)
+    assert "--no-enable-prefix-caching" in how.argv and "--skip-tokenizer-init" in how.argv and "VLLM_USE_FLASHINFER_SAMPLER=0" in text
+    layers, heads, size = 2, 1, 4
+    assert how.argv[how.argv.index("--kv-cache-memory-bytes") + 1] == str(2 * layers * heads * size * 4 * 160)
+    profiler = json.loads(how.argv[how.argv.index("--profiler-config") + 1])
+    assert profiler["torch_profiler_dir"] == "{trace_dir}" and profiler["torch_profiler_with_stack"] is False
+
+
+def test_what_helped_is_joined_and_the_fastest_has_the_last_word():
+    scores = {DEFAULTS: 0.0, "full graphs for all": -0.02, "full graphs for decode only": -0.05, "block size 32": -0.01, "eager": 0.7}
+    found = joined(scores)
+    assert found is not None and found.name == JOINED
+    assert found.flags == ("--block-size", "32") and found.compilation == {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert joined({DEFAULTS: 0.0, "block size 32": -0.01}) is None
+    assert len(SETTINGS) >= 8 and len({s.name for s in SETTINGS}) == len(SETTINGS)
+
+
+def test_what_a_server_does_not_say_counts_against_it():
+    nothing = stated("", "")
+    against = cells.unfair(cells.Terms("bfloat16", 8192, 65536), nothing, None)
+    assert len(against) == 6, against
+
+
+def _stream(*arrivals_ms: float) -> Stream:
+    n = len(arrivals_ms)
+    usage = {"prompt_tokens": 1, "completion_tokens": n}
+    return Stream((1,), tuple(range(n)), "", "length", 0, tuple(int(ms * 1e6) for ms in arrivals_ms), usage)
+
+
+def test_tokens_that_come_in_bunches_are_timed_by_their_mean():
+    assert cells.step_ms([_stream(1, 2, 3, 4, 5)]) == (1.0, False)
+    ms, bunched = cells.step_ms([_stream(1, 2, 4, 4, 6, 6, 8, 8, 10, 10)])
+    assert bunched and ms == pytest.approx(1.0)
+
+
+def test_a_stream_is_held_to_what_was_asked_for():
+    assert cells.other_work(Request((1,), 3), _stream(1, 2, 3)) is None
+    assert "2 tokens came" in (cells.other_work(Request((1,), 3), _stream(1, 2)) or "")
+    assert "usage says" in (cells.other_work(Request((1, 2), 3), _stream(1, 2, 3)) or "")
