@@ -1,38 +1,31 @@
 """Time one pair: a fresh launch of each arm on the same fresh secret prompts, by the parent's clock.
 
-Order of things in an arm: launch, draw the prompts (first arm only), warm up by a fixed count, time the target
-cell, time the guard cells, read memory, close. When both arms are closed, the very streams that were timed are
-scored by the oracle. Nothing is profiled here. An arm's failure is never a number: arm b's is `CandidateFailed`,
+What an arm does is in `arms.py`. When both arms are closed, the very streams that were timed are
+scored by the oracle. Nothing is profiled. An arm's failure is never a number: arm b's is `CandidateFailed`,
 arm a's `InfrastructureError` or, where it merely died, a discarded pair. Not for: reading numbers out of streams
 (`targets.py`), deciding (`accept.py`).
 """
 
 from __future__ import annotations
 
-import os
 import random
 import secrets
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from optimizer import environment, targets
-from optimizer.confine import procfs
-from optimizer.confine.launch import LaunchError, launch
-from optimizer.targets import PROTOCOLS, Timed, protocol_for
+from optimizer.arms import Arm, Bench, Job, Lost, Work, in_turn, together
+from optimizer.gates.streams import text_fault, tokenizer_of
+from optimizer.targets import PROTOCOLS, protocol_for
 from optimizer.traffic import prompts as prompt_source
-from optimizer.traffic.client import ClientError, Request
-from optimizer.traffic.loadgen import Load, LoadError, LoadGenerator
+from optimizer.traffic.client import Request
+from optimizer.traffic.loadgen import LoadError
 from optimizer.truth.oracle import OracleError
 from optimizer.types import Cell, LaunchSpec, Pair, Protocol, RejectReason, Stage, Stream
 
 __all__ = ["PROTOCOLS", "Bench", "CandidateFailed", "InfrastructureError", "protocol_for", "run_pair"]
 
 ALL_CELLS = frozenset((Stage.CALIBRATE, Stage.DECIDE, Stage.CONFIRM, Stage.HEADLINE))  # the others time the target only
-SLOWEST_TOKEN_S = 2.0  # deadlines: no engine worth timing needs longer for one step
-DEADLINE_FLOOR_S = 30.0
 WARM_TOKENS = 2  # per shape: one prefill, one decode step
 # Seconds by which start-up may grow on top of its relative margin: capturing graphs or filling tables once is a
 # fair price, tuning for minutes is not.
@@ -50,54 +43,6 @@ class CandidateFailed(Exception):
 
 class InfrastructureError(Exception):
     """The incumbent or the machine failed: says nothing of the candidate."""
-
-
-class _ArmFailed(Exception):
-    """Either arm, before it is known which."""
-
-    def __init__(self, reason: RejectReason, detail: str) -> None:
-        super().__init__(detail)
-        self.reason, self.detail = reason, detail
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """What a pair is taken with; tests hand in fakes."""
-
-    launch: Callable[[LaunchSpec], AbstractContextManager[Any]] = launch
-    generator: Callable[[], AbstractContextManager[Any]] = LoadGenerator
-    snapshot: Callable[..., environment.Snapshot] = environment.snapshot
-    clock: Callable[[], float] = time.monotonic
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One cell's requests, the same for both arms."""
-
-    cell: Cell
-    rounds: tuple[tuple[Request, ...], ...]
-    sequential: int  # steps of all rounds, one after another: for the deadline
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Everything both arms are sent."""
-
-    warm_up: tuple[Job, ...]
-    timed: tuple[Job, ...]  # the target cell first
-    sha: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """What one arm showed."""
-
-    timed: tuple[Timed, ...]
-    start_s: float  # launch until healthy
-    warm_s: float
-    memory_bytes: float
-    window: environment.Window
-    client_us_per_token: float
 
 
 def run_pair(
@@ -124,23 +69,23 @@ def run_pair(
     began = bench.clock()
     env = _nuisance()
     specs = {"a": replace(a, env=a.env + env), "b": replace(b, env=b.env + env)}
-    arms: dict[str, Arm] = {}
-    work: Work | None = None
-    with bench.generator() as generator:
-        for name in order:
-            try:
-                with bench.launch(specs[name]) as server:
-                    work = work or draw(protocol, stage, index, prompts)
-                    arms[name] = _run_arm(server, work, specs[name], generator, bench)
-            except (LaunchError, _ArmFailed) as error:
-                started = isinstance(error, _ArmFailed)
-                lost = _failed(name, started, error.reason, error.detail)
-                return _discarded(stage, index, order, work, lost, bench.clock() - began, {"detail": error.detail})
-            except LoadError as error:
-                raise InfrastructureError(str(error)) from error
-    assert work is not None
-    drift = verify(arms, oracle)
-    return _pair(arms, work, protocol, stage, index, order, a.device, bench.clock() - began, drift)
+    drawn: list[Work] = []
+
+    def work() -> Work:
+        if not drawn:
+            drawn.append(draw(protocol, stage, index, prompts))
+        return drawn[0]
+
+    try:
+        arms = (together if a.device == "cuda" else in_turn)(specs, order, bench, work)
+    except Lost as lost:
+        why = _failed(lost.name, lost.started, lost.reason, lost.detail)
+        facts = {"detail": lost.detail}
+        return _discarded(stage, index, order, drawn[0] if drawn else None, why, bench.clock() - began, facts)
+    except LoadError as error:
+        raise InfrastructureError(str(error)) from error
+    drift = verify(arms, oracle, tokenizer_of(a.model_dir))
+    return _pair(arms, work(), protocol, stage, index, order, a.device, bench.clock() - began, drift)
 
 
 def _failed(name: str, started: bool, reason: RejectReason, detail: str) -> str:
@@ -211,98 +156,17 @@ def _arrivals(prompts: Any, evaluation: str, cell: Cell) -> list[float]:
     return times
 
 
-# --- one arm -------------------------------------------------------------------------------------------
-
-
-def _run_arm(server: Any, work: Work, spec: LaunchSpec, generator: Any, bench: Bench) -> Arm:
-    began = bench.clock()
-    for job in work.warm_up:
-        _run_job(server, job, generator)
-    warm_s = bench.clock() - began
-    memory = [_memory(server, spec)]
-    pids = [*server.processes(), *generator.pids]
-    before = bench.snapshot(pids, spec.devices)
-    timed: list[Timed] = []
-    cpu = 0.0
-    for job in work.timed:
-        done, cost = _run_job(server, job, generator)
-        timed.append(done)
-        cpu += cost
-        memory.append(_memory(server, spec))
-    after = bench.snapshot(pids, spec.devices)
-    if not server.alive():
-        raise _ArmFailed(RejectReason.CRASH, _tail(server))
-    tokens = sum(len(s.token_ids) for t in timed for s in t.streams)
-    window = environment.window(before, after, _ours(server))
-    return Arm(tuple(timed), server.start_s, warm_s, max(memory), window, cpu * 1e6 / tokens)
-
-
-def _memory(server: Any, spec: LaunchSpec) -> float:
-    """Bytes that all ranks allocated on the host; on GPUs what they hold there, else what the cards have in use."""
-    if spec.device != "cuda":
-        return float(server.own_bytes())
-    held = environment.gpu_memory(spec.devices)
-    mine = [held[pid] for pid in server.processes() if pid in held]
-    return sum(mine) if mine else sum(g.used_mib for g in environment.query_gpus(spec.devices)) * 2**20
-
-
-def _ours(server: Any) -> list[int]:
-    """Processes whose use of a GPU is not foreign: this one, the oracle and all others below it, and the engine's."""
-    return [os.getpid(), *procfs.descendants(os.getpid()), *server.processes()]
-
-
-def _run_job(server: Any, job: Job, generator: Any) -> tuple[Timed, float]:
-    """(streams and walls of a cell, CPU seconds of the client). Errors: _ArmFailed."""
-    deadline = DEADLINE_FLOOR_S + SLOWEST_TOKEN_S * job.sequential / len(job.rounds)
-    streams: list[Stream] = []
-    walls: list[int] = []
-    cpu = 0.0
-    for requests in job.rounds:
-        try:
-            load: Load = generator.run(server.client, requests, deadline)
-        except ClientError as error:
-            raise _ArmFailed(RejectReason.CRASH, f"{error}; {_tail(server)}") from error
-        _check(requests, load.streams, server)
-        streams += load.streams
-        walls.append(max(s.arrivals_ns[-1] for s in load.streams) - min(s.sent_ns for s in load.streams))
-        cpu += load.cpu_s
-    return Timed(job.cell, tuple(streams), tuple(walls)), cpu
-
-
-def _check(requests: Sequence[Request], streams: Sequence[Stream], server: Any) -> None:
-    """All requests finish, with the tokens that were asked for, counted alike by both sides."""
-    for request, s in zip(requests, streams, strict=True):
-        if s.error is not None:
-            if s.error.startswith("not finished") and server.alive():
-                raise _ArmFailed(RejectReason.HANG, s.error)
-            raise _ArmFailed(RejectReason.CRASH, f"{s.error}; {_tail(server)}")
-        if len(s.token_ids) != request.max_tokens or len(s.arrivals_ns) != len(s.token_ids):
-            raise _ArmFailed(RejectReason.TOKEN_ACCOUNTING, f"{len(s.token_ids)} tokens of {request.max_tokens} came")
-        if s.finish_reason != "length":
-            raise _ArmFailed(RejectReason.TOKEN_ACCOUNTING, f"finish reason {s.finish_reason!r}, not 'length'")
-        usage = s.usage or {}
-        counted = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        if counted != (len(request.prompt_ids), request.max_tokens):
-            raise _ArmFailed(RejectReason.TOKEN_ACCOUNTING, f"usage says {counted}, sent and received differ")
-
-
-def _tail(server: Any) -> str:
-    if getattr(server, "killed_for", None):
-        return f"killed: {server.killed_for}"
-    lines = server.log_tail(5).strip()
-    return f"log ends: {lines[-400:]}" if lines else "no log"
-
-
 # --- after the clock has stopped -----------------------------------------------------------------------
 
 
-def verify(arms: dict[str, Arm], oracle: Any) -> dict[str, int]:
-    """Score every timed stream of both arms. Equal streams are scored once.
+def verify(arms: dict[str, Arm], oracle: Any, tokenizer: Any = None) -> dict[str, int]:
+    """Score every timed stream of both arms. Equal streams are scored once; the text must be what the tokens say.
 
     Returns how many streams that only arm b gave lie in the bands between equal and wrong: `reorder` (counts as
     equal) and `tolerance` (a person decides: `accept.judge` parks). Errors: CandidateFailed (WRONG_TOKENS) for arm
     b, InfrastructureError for arm a.
     """
+    _texts(arms, tokenizer)
     owners: dict[tuple[tuple[int, ...], tuple[int, ...]], set[str]] = {}
     sample: dict[tuple[tuple[int, ...], tuple[int, ...]], Stream] = {}
     for name, arm in arms.items():
@@ -325,6 +189,16 @@ def verify(arms: dict[str, Arm], oracle: Any) -> dict[str, int]:
         raise CandidateFailed(RejectReason.WRONG_TOKENS, detail)
     only_b = [score.band for who, score in judged if who == {"b"}]
     return {band: only_b.count(band) for band in ("reorder", "tolerance")}
+
+
+def _texts(arms: dict[str, Arm], tokenizer: Any) -> None:
+    """Text costs time: who leaves it out where it is timed would be faster. Errors: as `verify`."""
+    for name in sorted(arms):
+        for stream in (s for timed in arms[name].timed for s in timed.streams):
+            if wrong := text_fault(stream, tokenizer):
+                if name == "a":
+                    raise InfrastructureError(f"the incumbent's text is wrong: {wrong}")
+                raise CandidateFailed(RejectReason.TOKEN_ACCOUNTING, f"a timed stream's {wrong}")
 
 
 def _pair(

@@ -20,6 +20,7 @@ from optimizer import seal
 from optimizer.confine import sandbox
 from redteam.arena import Arena
 from redteam.benign import BENIGN
+from redteam.beyond import BEYOND
 from redteam.case import Case, Stale
 from redteam.cheats import CHEATS
 from redteam.controls import CONTROLS
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.perf_counter()
     left_before = leftovers()
     skip = ("seal",) if options.unsealed else ()
-    listed = (*CHEATS, *MORE, *CONTROLS, *(BENIGN if options.benign else ()))
+    listed = (*CHEATS, *MORE, *BEYOND, *CONTROLS, *(BENIGN if options.benign else ()))
     cases = [replace(c, without=(*c.without, *skip)) for c in listed if _wanted(c.id, options.only)]
     console.print(f"sandbox: {sandbox.detect().name}; gates version {seal.version()}; {len(cases)} patches{', SEAL NOT CHECKED' if skip else ''}")
     table = Table("case", "idea", "expected", "caught by", "s", "", title="Red team")
@@ -76,6 +77,8 @@ def guarded(arena: Arena, case: Case) -> Outcome:
         return judge(arena, case)
     except Stale as error:
         return Outcome(case, None, 0.0, broken=str(error))
+    except Exception as error:  # noqa: BLE001  a gate that raises would end a run: the case has found a hole
+        return Outcome(case, None, 0.0, broken=f"{type(error).__name__}: {error}")
 
 
 def row(table: Table, outcome: Outcome) -> None:

@@ -10,11 +10,13 @@ import secrets
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from optimizer.gates import GateContext
+from optimizer.gates.context import Lab
 from optimizer.runrepo import RunRepo
 from optimizer.target import load_target
 from optimizer.targets import PROTOCOLS
@@ -40,8 +42,13 @@ class Arena:
         self.base = self.repo.create(self.target).commit
         self.prompts = PromptSource(secrets.token_bytes(32), model_dir)
         self.oracle = Oracle(model_dir)
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Arena:
+        """What all cases share is made once, before several of them run at the same time."""
+        lab = Lab(self.context(self.base, 1))
+        for which in ("secret", "perturbed"):
+            lab.model_dir(which)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,10 +60,12 @@ class Arena:
         return self.repo.sources(self.base, ("**/*.py",))
 
     def commit(self, changed: Mapping[str, str | None], title: str) -> str:
-        return self.repo.commit_sources(self.base, changed, title, "", {})
+        with self._lock:
+            return self.repo.commit_sources(self.base, changed, title, "", {})
 
     def spec(self, commit: str, tp: int, label: str = "candidate", sandbox: str = "auto") -> LaunchSpec:
-        tree = self.repo.tree(commit, f"{label}-{commit[:12]}")
+        with self._lock:
+            tree = self.repo.tree(commit, f"{label}-{commit[:12]}")
         return LaunchSpec(tree, self.target, self.python, self.model_dir, tp, label=label, sandbox=sandbox)
 
     def context(self, commit: str, tp: int, base: str | None = None) -> GateContext:
@@ -75,4 +84,5 @@ class Arena:
         )
 
     def drop(self, commit: str) -> None:
-        self.repo.drop_tree(f"candidate-{commit[:12]}")
+        with self._lock:
+            self.repo.drop_tree(f"candidate-{commit[:12]}")

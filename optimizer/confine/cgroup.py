@@ -43,6 +43,14 @@ class Cgroup:
                             return int(line.split()[1])
         return 0
 
+    def shared_bytes(self) -> int:
+        """Bytes in shared memory and in files of memory (/dev/shm, /tmp, memfd), mapped or not; 0 where none are counted."""
+        for directory in self.directories:
+            with contextlib.suppress(OSError):
+                rows = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+                return int(rows.get("total_shmem", rows.get("shmem", 0)))
+        return 0
+
     def kill(self) -> None:
         """SIGKILL everyone in the group until nobody is left (at most two seconds)."""
         with contextlib.suppress(OSError):

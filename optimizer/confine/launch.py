@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import os
 import secrets
-import shutil
 import signal
 import stat
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any
 from optimizer.confine import cgroup, procfs, sandbox
 from optimizer.confine.sandbox import Bind, Limits, SandboxLevel
 from optimizer.target import render_serve
+from optimizer.traffic import wire
 from optimizer.traffic.client import Client, ClientError
 from optimizer.types import LaunchSpec, RejectReason
 
@@ -92,8 +92,11 @@ class Server:
         return sorted(pid for pid in self.processes() if procfs.runs(pid, python, but_not=sandbox.JAIL.name))
 
     def census(self) -> dict[str, int]:
-        """Totals over the sandbox: `processes`, `threads`, `fds`, `rss_bytes` (what was allocated: `procfs.own_bytes`)."""
-        total = {"processes": 0, "threads": 0, "fds": 0, "rss_bytes": 0}
+        """Totals over the sandbox: `processes`, `threads`, `fds`, `rss_bytes` (what was allocated: `procfs.own_bytes`),
+        `stored_bytes` (in files: of memory, where a control group counts them, and below /io)."""
+        total = {"processes": 0, "threads": 0, "fds": 0, "rss_bytes": 0, "stored_bytes": procfs.disk_used(self.io)}
+        if self._group is not None:
+            total["stored_bytes"] += self._group.shared_bytes()
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 total["rss_bytes"] += procfs.own_bytes(pid)
@@ -125,7 +128,7 @@ class Server:
     def log_tail(self, lines: int = 20) -> str:
         with contextlib.suppress(OSError), self.log_path.open("rb") as handle:
             handle.seek(max(0, self.log_path.stat().st_size - 16384))
-            return "\n".join(handle.read().decode("utf-8", "replace").splitlines()[-lines:])
+            return wire.plain("\n".join(handle.read().decode("utf-8", "replace").splitlines()[-lines:]), 16384)
         return ""
 
     def collect_traces(self, destination: Path, cap_bytes: int = 1 << 30) -> list[Path]:
@@ -205,7 +208,7 @@ class Server:
                 data = read_result(self.work, self.log_path.name, self.limits.file_bytes) or b""
                 log_to.write_bytes(data[-LOG_TAIL_BYTES:])
         finally:
-            shutil.rmtree(self.work, ignore_errors=True)
+            procfs.remove_tree(self.work)
 
     def _kill(self) -> None:
         process = self._process
@@ -298,7 +301,7 @@ def sweep() -> None:
     for folder in Path(tempfile.gettempdir()).glob("hotloop-*-*"):
         owner = folder.name.split("-")[1]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            procfs.remove_tree(folder)
 
 
 def read_result(folder: Path, name: str, cap_bytes: int) -> bytes | None:

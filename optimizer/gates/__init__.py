@@ -31,6 +31,7 @@ from optimizer.gates import (
     witness,
 )  # fmt: skip
 from optimizer.gates.context import Failed, GateContext, Lab, Setup, failed
+from optimizer.traffic import wire
 from optimizer.traffic.client import ClientError
 from optimizer.types import GateResult, RejectReason
 
@@ -120,4 +121,5 @@ def one(gate: Gate, lab: Lab) -> GateResult:
     except ClientError as error:
         result = failed(gate.name, gate.check, RejectReason.CRASH, str(error))
     facts = result.facts | {"cpu_s": round(lab.cpu_s() - cpu, 3)}
+    result = replace(result, detail=wire.plain(result.detail))
     return replace(result, seconds=time.perf_counter() - began, facts=facts)

@@ -72,11 +72,18 @@ def stop_in(text: str) -> str | None:
     return None
 
 
+def refused(stream: Stream) -> bool:
+    return stream.error is not None and 400 <= (stream.status or 0) < 500
+
+
 def _least(lab: Lab, server: Server, prompt: tuple[int, ...]) -> None:
     """`min_tokens` forbids end-of-text before it. An extension: a server may refuse it with a 4xx."""
     ends = weights.eos_ids(lab.model_dir("secret"))
     got = server.client.complete([Request(prompt, NEW_TOKENS, ignore_eos=False, min_tokens=LEAST)], 60.0)[0]
-    if got.error is not None and 400 <= (got.status or 0) < 500:
+    if refused(got):
+        incumbent = lab.server(lab.setup(arm="incumbent"))
+        if not refused(incumbent.client.complete([Request(prompt, 1, min_tokens=1)], 60.0)[0]):
+            raise _fail("min_tokens is refused; the incumbent serves it")
         return
     if wrong := streams.account(got, streams.Expected(NEW_TOKENS, ends)):
         raise _fail(f"with min_tokens: {wrong}")

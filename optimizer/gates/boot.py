@@ -14,17 +14,18 @@ from optimizer.gates.context import Lab, failed, passed
 from optimizer.types import GateResult, RejectReason
 
 CAPACITY = ("max_model_len", "max_num_seqs", "num_kv_blocks", "max_num_batched_tokens")
-CAPACITY_SHARE = 0.95  # static buffers may cost a few cache pages
+CAPACITY_SHARE = 0.95  # static buffers may cost a few cache pages: of the first engine's, over all patches of a run
 
 
 def check(lab: Lab) -> GateResult:
     before = lab.incumbent_metadata()
+    first = lab.first_metadata()
     server = lab.server(lab.setup())
     ctx = lab.ctx
     stated = server.metadata
     lab.remember(ctx.candidate_commit, stated)
-    for name in CAPACITY:
-        mine, theirs = stated.get(name), before.get(name)
+    for name, theirs in [(name, had.get(name)) for had in (before, first) for name in CAPACITY]:
+        mine = stated.get(name)
         if type(theirs) is int and (type(mine) is not int or mine < CAPACITY_SHARE * theirs):
             detail = f"{name} fell from {theirs} to {mine}: what could be served before must be served"
             return failed("boot", "G19", RejectReason.RESOURCES, detail)

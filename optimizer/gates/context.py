@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer.confine.launch import Server, launch
+from optimizer.gates.model_math import Model
 from optimizer.traffic.client import Request
 from optimizer.traffic.prompts import PromptSource
 from optimizer.truth import weights
@@ -94,6 +95,13 @@ class Lab:
         path = self.stated(commit)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(metadata, sort_keys=True))
+        if not self.stated("first").is_file():  # of the run: what many patches give away a little of shows against it
+            self.stated("first").write_text(json.dumps(metadata, sort_keys=True))
+
+    def first_metadata(self) -> dict[str, Any]:
+        """What the first engine of the run said of itself."""
+        path = self.stated("first")
+        return json.loads(path.read_text()) if path.is_file() else self.incumbent_metadata()
 
     @property
     def log_path(self) -> Path:
@@ -152,11 +160,15 @@ SMALL_CACHE_PAGES = 48
 
 
 def ask(server: Server, requests: list[Request], seconds: float = 60.0) -> list[Stream]:
-    """Concurrent streams. Raises Failed when one of them ended with an error."""
+    """Concurrent streams. Raises Failed when one of them ended with an error or holds what is no token."""
     streams = server.client.complete(requests, seconds)
+    vocabulary = Model.of(server.spec.model_dir).vocabulary
     for request, stream in zip(requests, streams, strict=True):
         if stream.error is not None and request.abort_after is None:
             raise broken(server, stream.error)
+        if outside := [token for token in stream.token_ids if token >= vocabulary]:
+            detail = f"token {outside[0]} is outside the vocabulary of {vocabulary}"
+            raise Failed(RejectReason.TOKEN_ACCOUNTING, detail, "G11")
     return streams
 
 

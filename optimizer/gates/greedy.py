@@ -12,6 +12,7 @@ from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason, Stream
 
 LENGTHS = (15, 16, 17, 24, 31, 33, 48, 64)
+KINDS = ("random", "document", "marked", "languages", "random", "code", "random", "rare_scripts")
 NEW_TOKENS = 12
 CLEARLY = 50  # times the tolerance band
 
@@ -19,7 +20,7 @@ CLEARLY = 50  # times the tolerance band
 def check(lab: Lab) -> GateResult:
     setup = lab.setup()
     server = lab.server(setup)
-    prompts = lab.draw("greedy", len(LENGTHS), LENGTHS)
+    prompts = lab.draw("greedy", len(LENGTHS), LENGTHS, kinds=KINDS)
     got = ask(server, [Request(p, NEW_TOKENS) for p in prompts])
     oracle = lab.oracle(setup)
     result = streams.check(

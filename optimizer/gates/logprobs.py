@@ -7,19 +7,23 @@ Not for: sampling (`sampling.py`).
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from optimizer.confine.launch import Server
+from optimizer.gates import streams
 from optimizer.gates.context import Lab, Setup, broken, failed, parked, passed
+from optimizer.gates.model_math import Model
 from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason, Stream
 
 NEW_TOKENS = 3
 FULL_VOCABULARY = 32_000  # above this, a full table a token is too much text: the server's top 20 then
 PREFIX = "token_id:"
+_NAME = re.compile(r"token_id:[0-9]{1,9}")
 # 16-bit engines are judged by Kullback-Leibler divergence, within the table where the server gives only a part.
 
 
@@ -33,8 +37,13 @@ def compare(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> Gate
     prompts = lab.draw(name, len(lengths), lengths, kinds=("random", "rare_scripts"))
     got = _offered(lab, server, [Request(p, NEW_TOKENS) for p in prompts])
     if got is None:
-        return passed("logprobs", "G07", "the server offers no log-probabilities", offered=False)
+        return _none_offered(lab, prompts[0])
     tables = [_tables(stream) for stream in got]
+    if wrong := _odd(tables, Model.of(lab.ctx.candidate.model_dir).vocabulary):
+        return failed("logprobs", "G07", RejectReason.WRONG_TOKENS, wrong)
+    tokens = streams.judge(lab.oracle(setup).score(got), name, "G07", accept_numeric_drift=lab.ctx.accept_numeric_drift)
+    if not tokens.passed:
+        return tokens
     wanted = [[list(table) for table in stream] for stream in tables]
     values = lab.oracle(setup).logprobs(got, wanted)
     errors, divergences = [], []
@@ -42,13 +51,31 @@ def compare(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> Gate
         for table, oracle_values in zip(stream, right, strict=True):
             claimed = np.array(list(table.values()))
             truth = np.array(oracle_values)
-            if not np.isfinite(claimed).all():
-                return failed(
-                    "logprobs", "G07", RejectReason.WRONG_TOKENS, "a log-probability is not a finite number"
-                )
             errors.append(float(np.abs(claimed - truth).max()))
             divergences.append(_divergence(truth, claimed))
     return _verdict(lab, max(errors), float(np.mean(divergences)), len(wanted[0][0]))
+
+
+def _none_offered(lab: Lab, prompt: tuple[int, ...]) -> GateResult:
+    """A server need not offer them; one that replaces a server which does must, or this gate could be switched off."""
+    incumbent = lab.server(lab.setup(arm="incumbent"))
+    if _offered(lab, incumbent, [Request(prompt, NEW_TOKENS)]) is not None:
+        detail = "no log-probabilities are offered any more; the incumbent offers them"
+        return failed("logprobs", "G07", RejectReason.TOKEN_ACCOUNTING, detail)
+    return passed("logprobs", "G07", "the server offers no log-probabilities", offered=False)
+
+
+def _odd(tables: list[list[dict[int, float]]], vocabulary: int) -> str | None:
+    """What no model's table can hold, or None."""
+    for stream in tables:
+        for table in stream:
+            if not table:
+                return "a table of log-probabilities is empty"
+            if not all(0 <= token < vocabulary for token in table):
+                return f"a log-probability names a token outside the vocabulary of {vocabulary}"
+            if not all(math.isfinite(value) for value in table.values()):
+                return "a log-probability is not a finite number"
+    return None
 
 
 def _divergence(truth: np.ndarray, claimed: np.ndarray) -> float:
@@ -101,12 +128,17 @@ def _tables(stream: Stream) -> list[dict[int, float]]:
         if not isinstance(tops, list):
             return []
         for top in tops:
-            if not isinstance(top, dict) or not all(str(k).startswith(PREFIX) for k in top):
+            if not isinstance(top, dict) or not all(_NAME.fullmatch(k) for k in top):
                 return []
-            tables.append(
-                {
-                    int(k[len(PREFIX) :]): float(v) if isinstance(v, int | float) else math.nan
-                    for k, v in top.items()
-                }
-            )
+            tables.append({int(k[len(PREFIX) :]): _number(v) for k, v in top.items()})
     return tables if len(tables) == len(stream.token_ids) else []
+
+
+def _number(value: Any) -> float:
+    """A float of what a server wrote; NaN for what is none, or too large for one."""
+    if not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan

@@ -6,8 +6,11 @@ Not for: what the changed code says (`policy.py`).
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 from optimizer.gates.context import Lab, failed, passed
@@ -17,6 +20,11 @@ from optimizer.types import GateResult, RejectReason
 MAX_FILES = 3
 MAX_LINES = 120
 _PLAIN = "100644"
+MAX_WIDTH = 200  # characters of a line that was not there before: more cannot be reviewed
+# What a reader does not see as it runs: controls (a lone carriage return ends a line for Python, not for a diff), marks
+# that turn the direction of text, and characters without width.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+_COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 _HARNESS = ("conftest.py", "sitecustomize.py", "usercustomize.py")
 
 
@@ -33,8 +41,11 @@ class Change:
 def check(lab: Lab) -> GateResult:
     ctx = lab.ctx
     found = changes(ctx.repo, ctx.base_commit, ctx.candidate_commit)
-    wrong = envelope(found, ctx.target.editable, ctx.target.frozen) or same_program(
-        ctx.repo, ctx.base_commit, ctx.candidate_commit, found
+    wrong = (
+        envelope(found, ctx.target.editable, ctx.target.frozen)
+        or hidden_modules(found, paths(ctx.repo, ctx.base_commit))
+        or _unreadable(ctx.repo, ctx.base_commit, ctx.candidate_commit, found)
+        or same_program(ctx.repo, ctx.base_commit, ctx.candidate_commit, found)
     )
     facts = {"files": len(found), "lines": sum((c.added or 0) + (c.deleted or 0) for c in found)}
     if wrong:
@@ -71,16 +82,64 @@ def _one(change: Change, editable: tuple[str, ...], frozen: tuple[str, ...]) -> 
         return "this name is run by interpreters or test harnesses"
     if matches(change.path, frozen) or not matches(change.path, editable):
         return f"not editable (editable: {', '.join(editable)})"
-    if change.status == "A" and _shadows(path):
-        return "a new file of this name would hide a module of Python's"
     return None
 
 
-def _shadows(path: PurePosixPath) -> bool:
-    """A module at the root of the tree comes first on sys.path."""
-    import sys
+def hidden_modules(found: list[Change], before: frozenset[str]) -> str | None:
+    """A new file that would be imported in the place of another module, or None. `before`: the paths of the base tree.
 
-    return len(path.parts) == 1 and path.stem in sys.stdlib_module_names
+    The root of the tree comes first on sys.path, and a package comes before a module of its name.
+    """
+    for change in found:
+        path = PurePosixPath(change.path)
+        if change.status != "A":
+            continue
+        top = path.parts[0].removesuffix(".py")
+        known = any(p.split("/")[0].removesuffix(".py") == top for p in before)
+        if not known and (top in sys.stdlib_module_names or _installed(top)):
+            return f"{change.path}: a new module {top} would hide the installed one"
+        for twin in (str(path.with_suffix("")) + "/", *(f"{folder}.py" for folder in path.parents)):
+            if any(p == twin or (twin.endswith("/") and p.startswith(twin)) for p in before):
+                return f"{change.path}: it would hide {twin}, or be hidden by it"
+    return None
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ValueError, ImportError):
+        return False
+
+
+def unreadable(old: bytes, new: bytes) -> str | None:
+    """What a reviewer, or `policy.py`, would read otherwise than Python does; only what the commit adds counts."""
+    for line in new.split(b"\n")[:2]:
+        cookie = _COOKIE.match(line)
+        if cookie and cookie[1].lower() not in (b"utf-8", b"utf8"):
+            return f"its text is declared to be {cookie[1].decode()}, not UTF-8"
+    try:
+        text = new.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: {error.reason} at byte {error.start}"
+    had = set(old.decode("utf-8", "replace").split("\n"))
+    dos = b"\r\n" in old
+    for number, line in enumerate(text.split("\n"), 1):
+        if line in had:
+            continue
+        line = line.removesuffix("\r") if dos else line
+        if unseen := _UNSEEN.search(line):
+            return f"line {number} holds the character U+{ord(unseen[0]):04X}, which is not seen"
+        if len(line) > MAX_WIDTH:
+            return f"line {number} has {len(line)} characters, at most {MAX_WIDTH}"
+    return None
+
+
+def _unreadable(repo: Path, base: str, commit: str, found: list[Change]) -> str | None:
+    for change in found:
+        old = _bytes(repo, "show", f"{base}:{change.path}") if change.status == "M" else b""
+        if wrong := unreadable(old, _bytes(repo, "show", f"{commit}:{change.path}")):
+            return f"{change.path}: {wrong}"
+    return None
 
 
 def same_program(repo: Path, base: str, commit: str, found: list[Change]) -> str | None:
@@ -113,6 +172,11 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
     return tree
 
 
+def paths(repo: Path, commit: str) -> frozenset[str]:
+    """Every path of a commit's tree."""
+    return frozenset(filter(None, _git(repo, "ls-tree", "-r", "--name-only", "-z", commit).split("\0")))
+
+
 def changes(repo: Path, base: str, commit: str) -> list[Change]:
     """Every path that differs between two commits, renames as a delete and an add."""
     raw = _git(repo, "diff-tree", "-r", "--no-renames", "--raw", "-z", "--full-index", base, commit).split(
@@ -136,6 +200,10 @@ def _show(repo: Path, commit: str, path: str) -> str:
 
 
 def _git(repo: Path, *arguments: str) -> str:
+    return _bytes(repo, *arguments).decode("utf-8", "surrogateescape")
+
+
+def _bytes(repo: Path, *arguments: str) -> bytes:
     done = subprocess.run(
         ["git", "--git-dir", str(repo), *arguments],
         capture_output=True,
@@ -145,4 +213,4 @@ def _git(repo: Path, *arguments: str) -> str:
     )
     if done.returncode != 0:
         raise OSError(f"git {arguments[0]}: {done.stderr.decode(errors='replace').strip()}")
-    return done.stdout.decode("utf-8", "surrogateescape")
+    return done.stdout

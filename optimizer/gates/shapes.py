@@ -14,7 +14,7 @@ from optimizer.confine.launch import Server
 from optimizer.gates import streams
 from optimizer.gates.context import Failed, Lab, Setup, ask, passed
 from optimizer.traffic.client import Request
-from optimizer.traffic.prompts import PAGE_LENGTHS
+from optimizer.traffic.prompts import DEFAULT_KINDS, PAGE_LENGTHS
 from optimizer.truth import weights
 from optimizer.types import GateResult, RejectReason, Stream
 
@@ -41,7 +41,7 @@ def check(lab: Lab) -> GateResult:
         _growing(lab, server, quick),
         _collisions(lab, server),
     ]
-    _refusals(lab, server)
+    parts.append(_refusals(lab, server))
     got = [stream for part in parts for stream in part]
     result = streams.judge(
         lab.oracle(setup).score(got),
@@ -59,7 +59,9 @@ def _named(lab: Lab, setup: Setup, parts: list[list[Stream]], result: GateResult
     """Say which shape failed."""
     oracle = lab.oracle(setup)
     for name, part in zip(
-        ("batches", "growing batch, long streams and prompts", "colliding prompts"), parts, strict=True
+        ("batches", "growing batch, long streams and prompts", "colliding prompts", "beside a refusal"),
+        parts,
+        strict=True,
     ):
         judged = streams.judge(
             oracle.score(part),
@@ -82,7 +84,8 @@ def _batches(lab: Lab, server: Server, sizes: tuple[int, ...]) -> list[Stream]:
             for n in lab.ctx.prompts.integers(f"gate/{lab.ctx.candidate_commit}/lengths{size}", size, 66)
         ]
         new = 6 if size < 16 else 3
-        answers = ask(server, [Request(p, new) for p in lab.draw(f"batch{size}", size, lengths)])
+        kinds = ("marked", *DEFAULT_KINDS) if size > 1 else DEFAULT_KINDS
+        answers = ask(server, [Request(p, new) for p in lab.draw(f"batch{size}", size, lengths, kinds=kinds)])
         account(answers, [new] * size)
         got += answers
     return got
@@ -128,7 +131,7 @@ def _collisions(lab: Lab, server: Server) -> list[Stream]:
     return got
 
 
-def _refusals(lab: Lab, server: Server) -> None:
+def _refusals(lab: Lab, server: Server) -> list[Stream]:
     """What cannot be served gets a 4xx, and a request beside it is served."""
     most = max_len(lab)
     long = lab.draw("too long", 1, most + 1, kinds=("random",))[0]
@@ -145,6 +148,8 @@ def _refusals(lab: Lab, server: Server) -> None:
         raise Failed(RejectReason.SHAPES, f"broken JSON got status {answer.status}, not a 4xx", "G12")
     if not server.client.health(5.0):
         raise Failed(RejectReason.CRASH, "not healthy after a bad request", "G12")
+    account(got[1:], [4])
+    return got[1:]
 
 
 def account(got: list[Stream], new: list[int]) -> None:

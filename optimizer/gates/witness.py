@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import re
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ HIDDEN = ("cudaGraphLaunch", "cuGraphLaunch", "Torch-Compiled Region", "Compiled
 LEAST = 0.98  # of the model's own FLOPs
 BATCH = 3
 MAX_TRACE_BYTES = 256 << 20
+# What reading a file that a candidate made may end in: broken packing, broken JSON, values of other kinds.
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, EOFError, OSError, zlib.error, RecursionError, OverflowError)
 
 
 def check(lab: Lab) -> GateResult:
@@ -63,7 +66,11 @@ def check(lab: Lab) -> GateResult:
             return failed(
                 "witness", "G18", RejectReason.WITNESS, f"{len(files)} traces came from {setup.tp} ranks"
             )
-        counts = [count(file) for file in files[-setup.tp :]]
+        try:
+            counts = [count(file) for file in files[-setup.tp :]]
+        except UNREADABLE as error:
+            detail = f"a trace cannot be read: {type(error).__name__}: {error}"
+            return failed("witness", "G18", RejectReason.WITNESS, detail)
     return _verdict(lab, setup.tp, counts)
 
 

@@ -28,6 +28,9 @@ from optimizer.types import Stream
 MODEL_FALLBACK = "model"
 _RECV = 1 << 16
 _LOOK_NS = 1_000_000_000
+_MOST_NAME = 4096
+_AGAIN_S = 0.002  # a server whose queue of connections is full is asked again
+_REFUSED_S = 2.0
 
 
 class ClientError(RuntimeError):
@@ -120,7 +123,7 @@ class Client:
     def metadata(self) -> dict[str, Any]:
         """The first model's `metadata` plus its `id`, as the server states them."""
         first = self.models()["data"][0]
-        self._model = str(first.get("id", MODEL_FALLBACK))
+        self._model = str(first.get("id", MODEL_FALLBACK))[:_MOST_NAME]  # it goes into every request
         stated = first.get("metadata")
         return {"id": self._model} | (stated if isinstance(stated, dict) else {})
 
@@ -141,7 +144,7 @@ class Client:
     def _json(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
         answer = self._checked(method, path, body, timeout_s)
         try:
-            parsed = json.loads(answer.body)
+            parsed = wire.loads(answer.body)
         except ValueError as error:
             raise ClientError(f"{path}: not JSON: {error}") from None
         if not isinstance(parsed, dict):
@@ -155,7 +158,8 @@ class Client:
         except OSError as error:
             raise ClientError(f"{path}: {error or type(error).__name__}") from None
         if answer.status != 200:
-            raise ClientError(f"{path}: HTTP {answer.status}: {answer.body[:300].decode('utf-8', 'replace')}")
+            words = wire.plain(answer.body[:300].decode("utf-8", "replace"))
+            raise ClientError(f"{path}: HTTP {answer.status}: {words}")
         return answer
 
     def _control(self, method: str, path: str, body: bytes | None, timeout_s: float) -> wire.Answer:
@@ -181,6 +185,17 @@ class Client:
                 if len(received) > wire.MAX_CONTROL_BYTES:
                     raise ClientError(f"{path}: answer over {wire.MAX_CONTROL_BYTES} bytes")
 
+    def _connected(self, timeout_s: float) -> socket.socket:
+        """A connection, asked for again while the server refuses: it may be busy with those that came before."""
+        until = time.monotonic() + min(timeout_s, _REFUSED_S)
+        while True:
+            try:
+                return self._connect(timeout_s)
+            except ConnectionRefusedError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(_AGAIN_S)
+
     def _connect(self, timeout_s: float) -> socket.socket:
         if self.base_url is not None:
             url = urlsplit(self.base_url)
@@ -196,12 +211,19 @@ class Client:
                 raise ConnectionRefusedError(f"{self.socket_path.name} is not a socket")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.settimeout(timeout_s)
-            try:
-                sock.connect(f"/proc/self/fd/{fd}")
-            except BaseException:
-                sock.close()
-                raise
-            return sock
+            until = time.monotonic() + timeout_s
+            while True:
+                try:
+                    sock.connect(f"/proc/self/fd/{fd}")
+                    return sock
+                except BlockingIOError:  # a full backlog of a Unix socket does not wait, whatever the timeout
+                    if time.monotonic() >= until:
+                        sock.close()
+                        raise TimeoutError(f"no room in the server's backlog for {timeout_s:g} s") from None
+                    time.sleep(_AGAIN_S)
+                except BaseException:
+                    sock.close()
+                    raise
         finally:
             os.close(fd)
 
@@ -224,7 +246,7 @@ class Client:
                 flight = _Flight(request, payload, 0, wire.stream_limit(request.max_tokens))
                 flights.append(flight)
                 try:
-                    flight.sock = self._connect(min(deadline_s, 10.0))
+                    flight.sock = self._connected(min(deadline_s, 10.0))
                 except OSError as error:
                     raise ClientError(f"cannot connect: {error}") from None
                 flight.sock.setblocking(False)

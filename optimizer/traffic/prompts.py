@@ -17,17 +17,19 @@ import numpy as np
 from optimizer.traffic import texts
 
 RANDOM = "random"
-ALL_KINDS = (RANDOM, *texts.KINDS)
+MARKED = "marked"  # random tokens with special ones between them, as in every chat
+ALL_KINDS = (RANDOM, MARKED, *texts.KINDS)
 # Most prompts are random tokens: text that a model knows well hides faults.
 DEFAULT_KINDS = (RANDOM, "document", RANDOM, "languages", RANDOM, "code", RANDOM, "rare_scripts",
                  RANDOM, "numbers", RANDOM, "noise", RANDOM, "repetition")  # fmt: skip
+MARK_EVERY = 8  # tokens to one special one, about
 PAGE_LENGTHS = (15, 16, 17, 31, 32, 33, 255, 256, 257)
 
 
 class PromptSource:
     """Draws prompts as token ids for the model in `tokenizer_dir` (tokenizer.json optional, config.json needed).
 
-    Without a tokenizer every kind is `random`. Ids of special tokens never occur.
+    Without a tokenizer every kind of text is `random`. Ids of special tokens occur in `marked` prompts only.
     """
 
     def __init__(self, key: bytes, tokenizer_dir: Path) -> None:
@@ -53,12 +55,19 @@ class PromptSource:
     def ordinary_ids(self) -> np.ndarray:
         """Every token id that may stand in a random prompt."""
         vocabulary = int(self._config["vocab_size"])
-        special = {self._config.get("eos_token_id"), self._config.get("bos_token_id"), self._config.get("pad_token_id")}
         if self._tokenizer is not None:
             vocabulary = min(vocabulary, self._tokenizer.get_vocab_size())
+        special = set(self.special_ids.tolist())
+        return np.array([i for i in range(vocabulary) if i not in special], dtype=np.int64)
+
+    @cached_property
+    def special_ids(self) -> np.ndarray:
+        """Token ids that mark places in a text, such as its end; may be empty."""
+        special = {self._config.get("eos_token_id"), self._config.get("bos_token_id"), self._config.get("pad_token_id")}
+        if self._tokenizer is not None:
             special |= set(self._tokenizer.get_added_tokens_decoder())
         flat = {i for item in special for i in (item if isinstance(item, list) else [item])}
-        return np.array([i for i in range(vocabulary) if i not in flat], dtype=np.int64)
+        return np.array(sorted(i for i in flat if type(i) is int), dtype=np.int64)
 
     def draw(
         self, evaluation: str, n: int, tokens: int | Sequence[int], kinds: Iterable[str] = DEFAULT_KINDS
@@ -79,12 +88,15 @@ class PromptSource:
     def _one(self, evaluation: str, place: int, kind: str, length: int) -> tuple[int, ...]:
         stream = SecretStream(self._key, f"{evaluation}/{place}/{kind}/{length}")
         ids: list[int] = []
-        if kind != RANDOM and self._tokenizer is not None:
+        if kind not in (RANDOM, MARKED) and self._tokenizer is not None:
             while len(ids) < length:
                 ids += self._tokenizer.encode(texts.KINDS[kind](stream.below), add_special_tokens=False).ids
         else:
             ordinary = self.ordinary_ids
             ids = [int(ordinary[stream.below(len(ordinary))]) for _ in range(length)]
+        if kind == MARKED and len(self.special_ids):
+            for _ in range(1 + length // MARK_EVERY):
+                ids[stream.below(length)] = int(self.special_ids[stream.below(len(self.special_ids))])
         return tuple(ids[:length])
 
     def integers(self, evaluation: str, n: int, below: int) -> list[int]:

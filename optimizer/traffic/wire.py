@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import bisect
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 MAX_CONTROL_BYTES = 16 << 20
 LAST_CHUNK = b"0\r\n\r\n"
 _MAX_HEAD = 64 << 10
+_SIZE = re.compile(rb"[0-9a-fA-F]{1,8}")  # int() would also take signs, blanks and underscores
+_MOST_ID = 1 << 31
+_MOST_TEXT = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,20 @@ class Completion:
 
 class _Bad(Exception):
     """The answer breaks the protocol; the message says how."""
+
+
+def plain(text: str, most: int = _MOST_TEXT) -> str:
+    """Words of a candidate as they may stand in a ledger or on a terminal: printable, and not too many."""
+    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[: most + 1])
+    return shown if len(shown) <= most else shown[:most] + " ..."
+
+
+def loads(text: bytes) -> Any:
+    """JSON of a stranger. ValueError, also for what is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def request(method: str, path: str, body: bytes | None) -> bytes:
@@ -76,7 +94,7 @@ def _parse(data: bytes, closed: bool) -> Answer | None:
         return _chunked(data, start, status, headers)
     if "content-length" in headers:
         text = headers["content-length"]
-        if not text.isdigit() or len(text) > 12:
+        if not _SIZE.fullmatch(text.encode("latin-1")) or not text.isdecimal():
             raise _Bad("bad Content-Length")
         end = start + int(text)
         body = data[start:end]
@@ -90,7 +108,7 @@ def _parse(data: bytes, closed: bool) -> Answer | None:
 def _head(head: bytes) -> tuple[int, dict[str, str]]:
     lines = head.decode("latin-1").split("\r\n")
     parts = lines[0].split(" ", 2)
-    if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdigit():
+    if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not re.fullmatch(r"[1-5][0-9][0-9]", parts[1]):
         raise _Bad(f"not an HTTP/1.1 status line: {lines[0][:60]!r}")
     headers: dict[str, str] = {}
     for line in lines[1:]:
@@ -111,10 +129,10 @@ def _chunked(data: bytes, start: int, status: int, headers: dict[str, str]) -> A
             if len(data) - start >= 64:
                 raise _Bad("chunk size line too long")
             break
-        try:
-            size = int(data[start:line_end].split(b";")[0], 16)
-        except ValueError:
-            raise _Bad(f"bad chunk size {data[start:line_end][:20]!r}") from None
+        text = data[start:line_end].split(b";")[0]
+        if not _SIZE.fullmatch(text):
+            raise _Bad(f"bad chunk size {text[:20]!r}")
+        size = int(text, 16)
         begin = line_end + 2
         if size == 0:
             if data[begin : begin + 2] != b"\r\n":
@@ -151,7 +169,7 @@ def completion(pieces: list[bytes], stamps: list[int]) -> Completion:
     if answer is None:
         return Completion(error="the answer ended inside the HTTP head")
     if answer.status != 200:
-        text = answer.body[:500].decode("utf-8", "replace")
+        text = plain(answer.body[:500].decode("utf-8", "replace"))
         return Completion(error=f"HTTP {answer.status}: {text}", status=answer.status)
     clock = _clock(pieces, stamps, answer)
     parsed = _Events()
@@ -214,7 +232,7 @@ class _Events:
 
     def event(self, payload: bytes, stamp: int) -> None:
         try:
-            data = json.loads(payload)
+            data = loads(payload)
         except ValueError:
             raise _Bad(f"not JSON: {payload[:60]!r}") from None
         if not isinstance(data, dict):
@@ -241,7 +259,7 @@ class _Events:
         if ids is None and (text or choice.get("finish_reason") is None):
             raise _Bad("the server does not return token_ids: it must support return_token_ids in streams")
         ids = ids or []
-        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < _MOST_ID for i in ids):
             raise _Bad("token_ids is not a list of token ids")
         self.tokens += ids
         self.arrivals += [stamp] * len(ids)

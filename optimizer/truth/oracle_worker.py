@@ -65,7 +65,9 @@ class Worker:
                 batch.append(i)
 
     def _forward(self, model: Any, batch: list[int], prompts: list[list[int]], outputs: list[list[int]]):
-        full = [prompts[i] + outputs[i][:-1] for i in batch]
+        # What is no token counts as token 0 here: the verdict on it is its own, and those after it need a context.
+        vocabulary = model.config.vocab_size
+        full = [[t if t < vocabulary else 0 for t in prompts[i] + outputs[i][:-1]] for i in batch]
         width = max(len(ids) for ids in full)
         ids = torch.zeros((len(batch), width), dtype=torch.long)
         for row, tokens in enumerate(full):  # padded on the right: a causal model never looks there
@@ -122,7 +124,8 @@ class Worker:
             for start, logits in self.logits(model, hidden):
                 table = torch.softmax(logits.double() / temperature, dim=-1).cpu()
                 for row, probabilities in enumerate(table):
-                    own = probabilities[outputs[i][start + row]]
+                    token = outputs[i][start + row]
+                    own = probabilities[token] if token < len(probabilities) else probabilities.new_zeros(())
                     above = probabilities[probabilities > own].sum()
                     values[i].append((float(above), float(own)))
         return {"values": values}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 import time
@@ -58,6 +59,12 @@ def test_a_token_arrives_with_the_piece_that_completes_its_event():
         (chunked(event(["x"])), "list of token ids"),
         (chunked(event([-1])), "list of token ids"),
         (chunked(event([True])), "list of token ids"),
+        (chunked(event([10**30])), "list of token ids"),
+        (chunked(b"data: " + b"[" * 200_000 + b"\n\n"), "not JSON"),
+        (HEAD + b"5\r\nabcde\r\n-6\r\n" + b"x" * 99, "bad chunk size"),  # a size that leads back: no end otherwise
+        (HEAD + b"1_0\r\n", "bad chunk size"),
+        ("HTTP/1.1 200 OK\r\nContent-Length: \xb2\r\n\r\n".encode("latin-1"), "bad Content-Length"),
+        ("HTTP/1.1 2\xb20 OK\r\n\r\n".encode("latin-1"), "status line"),
         (chunked(b"data: {nonsense\n\n"), "not JSON"),
         (chunked(b"event: x\n\n"), "not a data event"),
         (chunked(b'data: {"error": {"message": "boom"}}\n\n'), "boom"),
@@ -139,6 +146,47 @@ def test_streams_end_at_the_last_chunk_although_the_connection_stays_open(serve)
     began = time.monotonic()
     got = serve(answer).complete([Request((1, 2), 1)], 4.0)[0]
     assert got.error is None and got.token_ids == (1,) and time.monotonic() - began < 2
+
+
+def test_no_bytes_of_a_server_raise():
+    """Every way of breaking an answer ends as an error, whatever is exchanged, cut or doubled in it."""
+    rng = random.Random(5)
+    whole = chunked(event([7]), event([8], "b", "length", logprobs={"top_logprobs": [{"token_id:1": -1.0}]}), USAGE, DONE)
+    for _ in range(3000):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            at, n = rng.randrange(len(data)), rng.randint(0, 9)
+            piece = rng.choice([b"", bytes(rng.randrange(256) for _ in range(3)), b"-1", b"1e999", b'"', bytes(data[at : at + 40])])
+            data[at : at + n] = piece
+        got = parse(bytes(data))
+        assert got.error is None or got.error.isprintable() or "\n" in got.error
+
+
+def test_words_of_a_server_are_shown_as_plain_text():
+    answer = b"HTTP/1.1 500 no\r\nContent-Length: 12\r\n\r\n\x1b[2Jaccepted"
+    assert parse(answer).error == "HTTP 500: \ufffd[2Jaccepted"
+    assert wire.plain("x" * 9, 4) == "xxxx ..."
+
+
+def test_a_full_backlog_is_waited_for(tmp_path):
+    """A Unix socket whose queue is full refuses at once: connections come as soon as the server takes some."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen(0)
+        client = Client(socket_path=tmp_path / "s")
+        taken: list[socket.socket] = []
+
+        def take() -> None:
+            time.sleep(0.1)
+            taken.extend(listener.accept()[0] for _ in range(4))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        made = [client._connect(5.0) for _ in range(4)]
+        thread.join()
+        for sock in (*made, *taken):
+            sock.close()
+    assert len(made) == len(taken) == 4
 
 
 def test_a_deadline_ends_a_stream_that_does_not(serve):

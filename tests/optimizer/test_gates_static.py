@@ -50,8 +50,47 @@ def test_three_files_and_120_lines_fit_the_envelope():
     assert scope.envelope(fits, EDITABLE, FROZEN) is None
 
 
-def test_a_root_module_that_hides_one_of_pythons_is_refused():
-    assert "hide a module" in (scope.envelope([change("json.py", "A")], ("*.py",), ()) or "")
+BASE_TREE = frozenset({"engine/__init__.py", "engine/model.py", "engine/parts/a.py"})
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("json.py", "hide the installed one"),
+        ("json/__init__.py", "hide the installed one"),
+        ("numpy/linalg.py", "hide the installed one"),
+        ("engine/model/__init__.py", "hide engine/model.py"),
+        ("engine/model/deep/a.py", "hide engine/model.py"),
+        ("engine/parts.py", "hide engine/parts/"),
+        ("engine/json.py", None),  # below a package nothing is hidden
+        ("engine/parts/b.py", None),
+        ("nobody_has_this/a.py", None),
+    ],
+)
+def test_a_new_file_may_not_hide_a_module(path, words):
+    wrong = scope.hidden_modules([change(path, "A")], BASE_TREE)
+    assert wrong is None if words is None else words in (wrong or "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b"", b"# coding: raw_unicode_escape\nx = 1 # \\u000aimport os\n", "not UTF-8"),
+        (b"", b"#!/usr/bin/python\n# vim: fileencoding=utf-7\n", "utf-7"),
+        (b"", b"x = 1\ry = 2\n", "U+000D"),
+        (b"", b"x = 1\x0cy = 2\n", "U+000C"),
+        (b"", "x = 'a\u202eb'\n".encode(), "U+202E"),
+        (b"", "y\u200b = 1\n".encode(), "U+200B"),
+        (b"", b"\xff\n", "not UTF-8"),
+        (b"", b"x = 1; " * 60 + b"\n", "420 characters"),
+        (b"x\x0cy\n", b"x\x0cy\nz = 1\n", None),  # it was there before
+        (b"x = 1\r\n", b"x = 1\r\ny = 2\r\n", None),
+        (b"", b"# -*- coding: utf-8 -*-\nx = '\xc3\xa9'\n", None),
+    ],
+)
+def test_text_that_is_read_otherwise_than_it_runs_is_refused(old, new, words):
+    wrong = scope.unreadable(old, new)
+    assert wrong is None if words is None else words in (wrong or "")
 
 
 @pytest.fixture
@@ -116,6 +155,17 @@ REJECTED = {
     "p = '/weights/model.safetensors'": "place of the machine",
     "a = [5, 900, 3, 77, 12, 4, 1000, 8, 2, 99, 61, 7, 30, 11, 1, 6, 44]": "stored tokens",
     "import os\ngetattr(os, 'system')('x')": "starts processes",
+    "import torch\ntorch.os.environ['A'] = 'b'": "environment",
+    "import random\nrandom._os.system('x')": "starts processes",
+    "from os import environ\nenviron['A'] = 'b'": "environment",
+    "import os\nos.environ.__setitem__('A', 'b')": "environment",
+    "import os\nos.environ |= {'A': 'b'}": "environment",
+    "().__class__.__base__.__subclasses__()": "other code",
+    "def f(step):\n    step.__code__ = f.__code__": "other code",
+    "def f(core):\n    core.step.__globals__['x'] = 1": "other code",
+    "import torch\ntorch.are_deterministic_algorithms_enabled()": "probes",
+    "x = '/pro' + 'c/self/' + 'maps'": "place of the machine",
+    "import \uff4fs\nos.system('x')": "starts processes",  # a name that Python reads as `os`
 }
 ASKED = {
     "import ctypes": "native code",
@@ -126,6 +176,16 @@ ASKED = {
     "x = open('notes.txt')": "files",
     "x = b'" + "\\x01" * 80 + "'": "literal",
     "from os.path import *": "everything",
+    "import os\no = os": "hands a module on",
+    "import os\nf(os)": "hands a module on",
+    "import os\nx = os.environ.get('MALLOC_PERTURB_')": "environment",
+    "from os import getenv\ngetenv('A')": "environment",
+    "import torch\ntorch.set_num_threads(4)": "whole process",
+    "import os\nos.sched_setaffinity(0, {1})": "whole process",
+    "import threading\nthreading.Thread(target=f)": "thread",
+    "def f(place):\n    return place.read_text()": "files",
+    "import numpy as np\nx = np.fromfile('/tmp/x')": "files",
+    "KNOWN = 'sha256:" + "0123456789abcdef" * 4 + "'": "digest",
 }
 ALLOWED = [
     "import os\nimport torch\nos.sched_yield()\ntorch.from_file('/dev/shm/x', shared=True, size=8)",
@@ -136,6 +196,8 @@ ALLOWED = [
     "class A:\n    pass\n\n\nA.forward = None\nself = A()\nself.x = 1",
     "def f():\n    " + repr("a sentence of a docstring " * 20),
     "x = '/v1/completions'\ny = a.eval()\n",
+    "import torch\nw = torch.signal.windows.hann(8)",
+    "import os\nimport sys\nprint(os.sched_yield(), sys.byteorder, os.path.join('a', 'b'), file=sys.stderr)",
 ]
 
 
