@@ -1,19 +1,27 @@
 """The bundled reference traces and published tables: what there is, where it came from, and that it is whole.
 
 Every file is checked against its sha256 before it is handed out, so a report never shows a baseline that was
-edited. Published rows were measured by others on other hardware: context, never a threshold. Not for:
-recording new baselines, reading traces (`trace_diff.ingest`).
+edited. Published rows were measured by others on other hardware: context, never a threshold. A user's folder has the
+same form; `add` writes into either. Not for: starting engines (`optimizer/baseline.py`), reading traces
+(`trace_diff.ingest`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent / "baseline_traces"
+_NOTE = (
+    "Reference traces. Every file is checked against its sha256 at load; 'clean' timings were taken without the profiler "
+    "on the same machine."
+)
 
 
 class BaselineError(ValueError):
@@ -121,6 +129,34 @@ def get(baseline_id: str, root: Path = ROOT) -> BaselineTrace:
         raise BaselineError(f"no baseline '{baseline_id}'; there are: {', '.join(sorted(traces))}")
     verify(traces[baseline_id])
     return traces[baseline_id]
+
+
+def add(root: Path, entry: Mapping[str, Any], files: Sequence[tuple[Path, Mapping[str, Any]]], *, replace: bool = False) -> BaselineTrace:
+    """Copy trace files into `root` and enter them in its index, which is made where there is none.
+
+    entry: every field of the index but `files`; files: (path, what its cut says) by rank. The index names a file only
+    once it is there. Raises BaselineError for an id that is there already, unless `replace`.
+    """
+    index = root / "index.json"
+    known = json.loads(index.read_text("utf-8")) if index.is_file() else {"schema": 1, "note": _NOTE, "sets": []}
+    name = str(entry["id"])
+    there = [old for old in known["sets"] if old["id"] == name]
+    if there and not replace:
+        raise BaselineError(f"{index} has a baseline '{name}' already; give another id, or say that it is to be replaced")
+    rows = []
+    for rank, (source, about) in enumerate(files):
+        suffix = ".json.gz" if source.name.endswith(".gz") else ".json"
+        place = root / name / f"{name}{f'-rank{rank}' if len(files) > 1 else ''}{suffix}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, place)
+        data = place.read_bytes()
+        rows.append({"file": place.relative_to(root).as_posix(), "rank": rank, **about, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)})
+    made = {**entry, "files": rows}
+    known["sets"] = [old for old in known["sets"] if old["id"] != name] + [made]
+    draft = index.with_name(".index.json.new")
+    draft.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
+    os.replace(draft, index)
+    return _trace(root, made)
 
 
 def published(root: Path = ROOT) -> list[PublishedRow]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-
 
 def _table() -> dict[str, str]:
-    """Rule name -> docstring, in the order in which rules run."""
+    """Rule name -> what it looks for, its bound and skills; in the order in which rules run."""
     from trace_diff import findings
 
-    return {m.__name__.rsplit(".", 1)[-1].replace("_", "-"): inspect.getdoc(m) or "" for m in findings.RULES}
+    return {m.RULE: findings.explain(m.RULE) for m in findings.RULES}
 
 
 def rules() -> list[tuple[str, str]]:
@@ -18,6 +16,7 @@ def rules() -> list[tuple[str, str]]:
 
 
 def rule(name: str) -> str | None:
-    """The whole explanation of one rule, or None when there is no such rule."""
-    text = _table().get(name.replace("_", "-"))
+    """The whole explanation of one rule (or of a finding's id, `rule:detail`), or None when there is no such rule."""
+    name = name.split(":")[0].replace("_", "-")
+    text = _table().get(name)
     return None if text is None else f"{name}\n\n{text}"

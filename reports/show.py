@@ -8,81 +8,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from reports.text import micro, short
-from trace_diff import attribute, intervals, windows
-from trace_diff.types import Kind
+from trace_diff import summary
+from trace_diff.ingest import gather
 
 if TYPE_CHECKING:
-    from trace_diff.ingest import Trace, TraceSet
-
-_WORK = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
-
+    from trace_diff.ingest import TraceSet
 
 def describe(sets: Sequence[TraceSet]) -> dict[str, Any]:
-    """{"ranks": [...], "notes": [...]}: per rank the whole trace's device span, busy and idle, and every step.
+    """{"ranks": [...], "sets": [...], "notes": [...]}: every rank's device span, busy and idle time, damage and steps;
+    per set of traces its label, missing and duplicate ranks, clocks and the late rank; all as `summary.show` has them.
 
-    Times are integer nanoseconds. `gpu_*` are None where a trace holds no device work. `parts` of a step sum to
-    its `wall_ns` exactly.
+    Files of one run that were named one by one are one set: `together`.
     """
-    ranks: list[dict[str, Any]] = []
-    notes: list[str] = []
-    for found in sets:
-        notes += found.notes
-        ranks += [_rank(t) for t in found]
-    return {"ranks": ranks, "notes": notes}
-
-
-def _rank(trace: Trace) -> dict[str, Any]:
-    e = trace.events
-    rows = np.flatnonzero(np.isin(e.kind, _WORK))
-    span = busy = idle = None
-    if len(rows):
-        start, end = e.ts_ns[rows], e.ts_ns[rows] + e.dur_ns[rows]
-        busy = intervals.union(start, end).total
-        span = int(end.max() - start.min())
-        idle = span - busy
+    shown = [summary.show(found) for found in together(sets)]
     return {
-        "file": trace.path,
-        "rank": trace.rank,
-        "world_size": trace.world_size,
-        "events": len(e),
-        "gpu_span_ns": span,
-        "gpu_busy_ns": busy,
-        "gpu_idle_ns": idle,
-        "repaired": trace.notes.repaired,
-        "quarantined": trace.notes.quarantined,
-        "lost": trace.notes.lost,
-        "truncated": trace.notes.truncated,
-        "notes": list(trace.notes.messages),
-        "steps": [_step(trace, s) for s in windows.steps(trace)],
+        "ranks": [r for s in shown for r in s["ranks"]],
+        "sets": [{k: v for k, v in s.items() if k not in ("ranks", "notes")} for s in shown],
+        "notes": [n for s in shown for n in s["notes"]],
     }
 
 
-def _step(trace: Trace, step: Any) -> dict[str, Any]:
-    account = attribute.breakdown(trace, step)
-    return {
-        "index": step.index,
-        "name": step.name,
-        "phase": str(step.phase),
-        "requests": step.requests,
-        "tokens": step.tokens,
-        "start_ns": int(step.start_ns),
-        "wall_ns": int(account.wall_ns),
-        "complete": step.complete,
-        "flags": list(step.flags),
-        "parts": {k: int(v) for k, v in account.parts.items()},
-        "counts": dict(account.counts),
-    }
+def together(sets: Sequence[TraceSet]) -> list[TraceSet]:
+    """All sets as one where they are files of one rank each, of one world, and every rank is another; else as given."""
+    traces = [t for found in sets for t in found]
+    ranks = {t.rank for t in traces}
+    worlds = {t.world_size for t in traces}
+    one = len(sets) > 1 and len(traces) == len(ranks) == len(sets) and all(t.rank_known for t in traces)
+    return [gather(traces, sets[0].label)] if one and len(worlds) == 1 else list(sets)
 
 
 def table(data: dict[str, Any]) -> RenderableType:
     """One table per rank."""
-    return Group(*[p for r in data["ranks"] for p in _rank_table(r)], *[Text(n, style="dim") for n in data["notes"]])
+    late = [_late(s["late"]) for s in data["sets"] if s["late"]]
+    ranks = [p for r in data["ranks"] for p in _rank_table(r)]
+    return Group(*ranks, *[Text(x, style="bold") for x in late], *[Text(n, style="dim") for n in data["notes"]])
+
+
+def _late(late: dict[str, Any]) -> str:
+    sites = f" ({', '.join(short(s, 60) for s in late['sites'])})" if late["sites"] else ""
+    return (
+        f"rank {late['rank']} is late: its peers wait {micro(late['wait_ns_per_step'] / 1000)} a step for it, "
+        f"{late['share']:.0%} of all waiting; {late['cause']}{sites}"
+    )
 
 
 def _rank_table(r: dict[str, Any]) -> list[RenderableType]:

@@ -36,7 +36,7 @@ class Stop(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code. The console script passes it to sys.exit."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if args and args[0] not in COMMANDS and args[0] not in ("-h", "--help", "--version"):
+    if args and args[0] not in COMMANDS and args[0] not in ("-h", "--help"):
         args.insert(0, "diff")
     try:
         options = parser().parse_args(args)

@@ -51,7 +51,7 @@ def analyse(traceset: TraceSet, phase: str = "decode", **stated: Any) -> Analysi
     wanted = Phase(phase)
     steps, notes = _steady_steps(traceset, wanted)
     by_rank = traceset.traces
-    matched = collectives.match(traceset) if len(traceset) > 1 else None
+    matched = collectives.match(traceset, wanted) if len(traceset) > 1 else None
     means = {r: attribute.mean_breakdown(by_rank[r], list(s), matched) for r, s in steps.items()}
     slowest = _pace_setter(means)
     seq = sequence.extract(by_rank[slowest], steps[slowest])
@@ -71,7 +71,7 @@ def analyse(traceset: TraceSet, phase: str = "decode", **stated: Any) -> Analysi
         layers=layers,
         collectives=matched,
         observer=Observer(traced, control),
-        notes=tuple(notes),
+        notes=(*traceset.notes, *_damage(traceset), *notes),
         seen_steps=_seen(windows.steps(by_rank[slowest]), wanted),
     )
 
@@ -93,6 +93,17 @@ def findings_frame(findings: Seq[Finding]) -> pd.DataFrame:
 
     columns = ["id", "rule", "status", "bound_us", "per", "title", "skills"]
     return pd.DataFrame([{c: asdict(f)[c] for c in columns} for f in findings], columns=pd.Index(columns))
+
+
+def _damage(traceset: TraceSet) -> list[str]:
+    """What loading had to mend, set aside or leave out, for every report on these traces."""
+    out = []
+    for trace in traceset:
+        n = trace.notes
+        if n.repaired or n.quarantined or n.lost or n.truncated or trace.unknown:
+            counts = f"{n.repaired} repaired, {n.quarantined} quarantined, {n.lost} lost{', cut off' * n.truncated}"
+            out.append(f"{Path(trace.path).name}: {counts}: {'; '.join(n.messages[:6])}")
+    return out
 
 
 def _positive(value: object) -> float | None:

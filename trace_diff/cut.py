@@ -161,7 +161,7 @@ def choose(steps: Sequence[Step], prefill: int, decode: int) -> list[Step]:
     Raises CutError when there is no such run.
     """
     order = sorted(steps, key=lambda s: s.start_ns)
-    for at in range(len(order)):
+    for at in range(len(order) if decode else 0):
         run = order[at : at + decode]
         if len(run) == decode and all(s.complete and s.phase in (Phase.DECODE, Phase.UNKNOWN) for s in run):
             before = order[max(0, at - prefill) : at]

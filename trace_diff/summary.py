@@ -64,7 +64,7 @@ def rank(trace: Trace, together: Collectives | None = None) -> dict[str, Any]:
     kernels = int((events.kind == Kind.KERNEL).sum())
     return {
         "rank": trace.rank,
-        "path": trace.path,
+        "file": trace.path,
         "world_size": trace.world_size,
         **totals(trace),
         "events": len(events),
@@ -85,7 +85,7 @@ def damage(notes: LoadNotes) -> dict[str, Any]:
         "quarantined": notes.quarantined,
         "lost": notes.lost,
         "truncated": notes.truncated,
-        "messages": list(notes.messages),
+        "notes": list(notes.messages),
     }
 
 

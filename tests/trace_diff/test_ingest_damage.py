@@ -232,7 +232,7 @@ def test_t05_a_cut_file_names_the_last_good_time_and_claims_nothing_of_the_rest(
     shown = summary.show(gather([trace], "cut"))["ranks"][0]
     assert shown["truncated"] is True
     assert shown["lost"] == 1
-    assert any(m.startswith("last good time: ") for m in shown["messages"])
+    assert any(m.startswith("last good time: ") for m in shown["notes"])
     assert shown["steps"][-1]["complete"] is False
     assert shown["gpu_busy_ns"] == 6 * 12_500
 

@@ -185,3 +185,11 @@ def test_a_step_without_operators_does_not_hide_those_that_have_some(tmp_path):
     analysis = analyse(load_many(build.write(tmp_path / "t.json"), "x"))
     assert analysis.sequence is not None
     assert set(analysis.sequence.names) == {"aten::mm"}
+
+
+@pytest.mark.parametrize("value", [[1, 2], [7], {"a": 1}, "x", "12", 1 << 70, 2.0, None])
+def test_an_identifier_of_any_type_costs_no_event(tmp_path, value):
+    build = Build().kernel("k", 0, 5_000, stream=value, device=value, corr=3)
+    build.raw(json.dumps({"ph": "X", "cat": "cpu_op", "name": "o", "pid": 1, "tid": 1, "ts": 1, "dur": 2, "args": {"External id": value}}))
+    trace = load(build.write(tmp_path / "t.json"))
+    assert (len(trace.events), summary.totals(trace)["gpu_busy_ns"]) == (2, 5_000)

@@ -63,9 +63,12 @@ class Big(dict[Any, int]):
 def whole(values: list[Any], big: Big) -> Ints:
     """Identifiers as int64; None and nonsense become -1."""
     try:
-        return np.array(values, np.int64) if values else np.zeros(0, np.int64)
+        found = np.array(values, np.int64)
     except (TypeError, ValueError, OverflowError):
+        found = np.zeros(())
+    if found.ndim != 1:  # text, numbers over 64 bits, lists
         return np.array([_whole(v, big) for v in values], np.int64)
+    return found
 
 
 def _whole(value: Any, big: Big) -> int:
