@@ -1,4 +1,4 @@
-"""Products of a single row by a Triton kernel near the memory bandwidth; all others stay with F.linear.
+"""Products of few rows by Triton kernels near the memory bandwidth; all others stay with F.linear.
 
 Replaces `F.linear(x, weight)` without bias in modules by a function that chooses by the number of rows. Once that is
 there, and gate and up are one product, a second patch takes silu(gate) * up into it.
@@ -12,10 +12,11 @@ import codemod_tools as t
 import gpu_tools as gpu
 import libcst as cst
 
-SKINNY = '''"""Products of one row with a weight, near the memory bandwidth: each program reads whole rows of the weight once.
+SKINNY = '''"""Products of few rows with a weight, near the memory bandwidth: each program reads whole rows of the weight once.
 
-On Hopper its first weights are read while the kernel before it still runs (programmatic dependent launch). More rows,
-other devices and odd sizes go to F.linear, which is also the reference. Not for: prefill.
+One row is summed by plain arithmetic, up to 32 on the tensor cores. On Hopper a kernel is set up while the one before
+still runs, and one row's first weights are read then (programmatic dependent launch). More rows, other devices and odd
+sizes go to F.linear, which is also the reference. Not for: prefill.
 """
 
 from __future__ import annotations
@@ -30,27 +31,53 @@ except ImportError:  # a torch for CPUs: F.linear is all that is used
     triton = None
 
 
+MOST_ROWS = 32
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, k], weight [n, k] -> x weight^T [T, n]."""
-    one_row = triton is not None and x.is_cuda and x.shape[0] == 1 and x.dim() == 2
-    if not one_row or weight.shape[1] % 512 or not weight.is_contiguous():
+    few = triton is not None and x.is_cuda and x.dim() == 2 and x.shape[0] <= MOST_ROWS
+    if not few or weight.shape[1] % 512 or not weight.is_contiguous() or weight.element_size() != 2:
         return F.linear(x, weight)
-    return launch(x, weight)
+    return launch(x, weight) if x.shape[0] == 1 else launch_few(x.contiguous(), weight)
 
 
 def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight.shape
     out = x.new_empty((1, outputs))
-    rows = 4 if outputs > 65536 else 1  # a program's rows of the weight; figures: see the skill
-    step = next(s for s in (2048, 1024, 512) if inputs % s == 0 and s <= inputs and (s < 2048 or outputs > inputs))
-    step, pdl = 512 if inputs > outputs else step, torch.cuda.get_device_capability(x.device) >= (9, 0)
+    few = inputs % 2048 == 0 and outputs <= 2 * inputs and inputs <= 4096  # figures: see the skill
+    rows, step, warps = (4, 2048, 4) if few else (1, 1024 if inputs % 1024 == 0 else 512, 8)
+    pdl = torch.cuda.get_device_capability(x.device) >= (9, 0)
     skinny_gemv[(triton.cdiv(outputs, rows),)](
-        x, weight, out, outputs, K=inputs, ROWS=rows, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=8
+        x, weight, out, outputs, K=inputs, ROWS=rows, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=warps
+    )
+    return out
+
+
+def launch_few(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    out, pdl = x.new_empty((rows, outputs)), torch.cuda.get_device_capability(x.device) >= (9, 0)
+    wide, step = (64, 256 if outputs < 16384 else 128) if outputs > 4096 else (32, 512)
+    skinny_gemm[(triton.cdiv(outputs, wide),)](
+        x, weight, out, rows, outputs, K=inputs, M=16 if rows <= 16 else 32, N=wide, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=4
     )
     return out
 
 
 if triton is not None:
+
+    @triton.jit
+    def skinny_gemm(x, weight, out, rows, outputs, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+        n, m, k = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N), tl.arange(0, M), tl.arange(0, STEP)
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        inside, real = (n < outputs)[None, :], (m < rows)[:, None]
+        acc = tl.zeros([M, N], tl.float32)
+        for start in tl.range(0, K, STEP, num_stages=4):
+            value = tl.load(x + m[:, None] * K + start + k[None, :], mask=real, other=0.0)
+            acc = tl.dot(value, tl.load(weight + n[None, :] * K + start + k[:, None], mask=inside, other=0.0), acc)
+        tl.store(out + m[:, None] * outputs + n[None, :], acc.to(out.dtype.element_ty), mask=real & inside)
 
     @triton.jit
     def skinny_gemv(x, weight, out, outputs, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
@@ -74,9 +101,9 @@ def gated(x: torch.Tensor, weight: torch.Tensor, silu_mul: Callable[[torch.Tenso
     """x [T, k], weight [2n, k], gates first -> silu(x gate^T) * (x up^T) [T, n]; rounds where `silu_mul` rounds."""
     outputs, inputs = weight.shape[0] // 2, weight.shape[1]
     one_row = triton is not None and x.is_cuda and x.shape[0] == 1 and x.dim() == 2
-    if not one_row or inputs % 512 or not weight.is_contiguous():
+    if not one_row or inputs % 512 or not weight.is_contiguous() or weight.element_size() != 2:
         return silu_mul(*linear(x, weight).chunk(2, dim=-1))
-    out, step = x.new_empty((1, outputs)), next(s for s in (2048, 1024, 512) if inputs % s == 0)
+    out, step = x.new_empty((1, outputs)), next(s for s in (1024, 512) if inputs % s == 0)
     pdl = torch.cuda.get_device_capability(x.device) >= (9, 0)
     skinny_gated[(outputs,)](x, weight, out, outputs, K=inputs, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=8)
     return out
@@ -86,7 +113,8 @@ if triton is not None:
 
     @triton.jit
     def skinny_gated(x, weight, out, outputs, K: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
-        n, k, kind = tl.program_id(0).to(tl.int64), tl.arange(0, STEP), out.dtype.element_ty
+        n, k = tl.program_id(0).to(tl.int64), tl.arange(0, STEP)
+        kind = out.dtype.element_ty
         gate_at, up_at = weight + n * K + k, weight + (n + outputs) * K + k
         gate, up = tl.load(gate_at), tl.load(up_at)  # before the wait, as above
         if PDL:
@@ -120,7 +148,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
             changed[path] = SKINNY
     if not changed or len(changed) > 3:
         return {"declined": "no products by F.linear without bias" if not changed else f"products in {len(changed)} files"}
-    return _patch(changed, "Products of one row at the memory bandwidth", finding, "skinny_gemv", "sums run in float32")
+    return _patch(changed, "Products of few rows at the memory bandwidth", finding, "skinny_gem*", "sums run in float32")
 
 
 def _patch(changed: dict[str, str], title: str, finding: dict, row: str, invariant: str) -> dict:
@@ -129,7 +157,7 @@ def _patch(changed: dict[str, str], title: str, finding: dict, row: str, invaria
         "mechanism": "skinny-gemm",
         "title": title,
         "predicted_us": finding.get("bound_us"),
-        "invariants": [invariant, "more than one row, odd sizes and CPUs go to F.linear"],
+        "invariants": [invariant, "more than 32 rows, odd sizes and CPUs go to F.linear"],
         "params": {},
         "activation": {"appear": [{"row": row, "phase": "decode", "ranks": "all"}], "vanish": []},
     }

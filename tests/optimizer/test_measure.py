@@ -180,6 +180,26 @@ def take(a: Engine, b: Engine, *, protocol=QUICK, stage=Stage.DECIDE, order="ab"
     return pair, world, prompts
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_on_a_gpu_both_arms_are_up_and_warm_before_either_is_timed(order, monkeypatch):
+    monkeypatch.setattr(environment, "gpu_memory", lambda devices: {})
+    monkeypatch.setattr(environment, "query_gpus", lambda devices: ())
+    protocol = measure.protocol_for(QUICK, "tok/s", "cuda")
+    pair, world, _ = take(Engine(step_s=0.05), Engine(step_s=0.01), device="cuda", protocol=protocol, order=order)
+    assert pair.a_us_per_token == pytest.approx(50_000) and pair.b_us_per_token == pytest.approx(10_000)
+    diary = world.diary
+    assert {diary[0], diary[1]} == {"launch a", "launch b"} and diary[2] == "draw"
+    timed = [i for i, d in enumerate(diary) if d.endswith(f"x{protocol.cell.new_tokens}")]
+    assert [diary[i][0] for i in timed[:1]] == [order[0]] and [diary[i][0] for i in timed[-1:]] == [order[1]]
+    assert {diary[-1], diary[-2]} == {"close a", "close b"}
+
+
+@pytest.mark.parametrize("a,b,error", [(None, "boot", CandidateFailed), ("boot", None, InfrastructureError)])
+def test_on_a_gpu_the_arm_that_does_not_start_is_named_and_the_other_is_closed(a, b, error, monkeypatch):
+    with pytest.raises(error):
+        take(Engine(fails=a), Engine(fails=b), device="cuda", protocol=measure.protocol_for(QUICK, "tok/s", "cuda"))
+
+
 def test_the_times_are_those_of_the_arrivals():
     pair, _, _ = take(Engine(step_s=0.055), Engine(step_s=0.013))
     assert pair.a_us_per_token == pytest.approx(55_000) and pair.b_us_per_token == pytest.approx(13_000)
