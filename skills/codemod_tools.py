@@ -242,6 +242,30 @@ def attributes_set(cls: Class) -> dict[str, cst.BaseExpression]:
     return found
 
 
+def bias_of_linear(value: cst.BaseExpression, known: Mapping[str, Class], makers: Mapping[str, Function]) -> str | None:
+    """How a plain linear layer is built: the text of its `bias` ("False", "config.bias"); None for anything else.
+
+    Plain is nn.Linear itself with a stated bias, a class whose forward is F.linear(x, self.weight), or a call of a
+    function of `makers` that returns one.
+    """
+    if not isinstance(value, cst.Call):
+        return None
+    name = last_name(value)
+    if name == "Linear" and name not in known:
+        given = arguments(value) or {}
+        bias = given.get("bias", given.get(2))
+        return code(bias) if isinstance(bias, cst.Name | cst.Attribute) else None
+    if name in makers:
+        inner = returned(makers[name])
+        return bias_of_linear(inner, known, makers) if inner is not None and last_name(inner) != name else None
+    if name in known and "forward" in known[name].methods and "Module" in known[name].bases:
+        body = returned(known[name].methods["forward"])
+        params = list(known[name].methods["forward"].params)
+        spellings = {f"{f}({params[-1]}, self.weight)" for f in ("F.linear", "functional.linear", "nn.functional.linear", "linear_by_columns")}
+        return "False" if body is not None and len(params) == 2 and code(body) in spellings else None
+    return None
+
+
 def arguments(call: cst.Call) -> dict[str | int, cst.BaseExpression] | None:
     """Arguments by position and keyword; None when something is unpacked."""
     found: dict[str | int, cst.BaseExpression] = {}
@@ -328,6 +352,17 @@ def add_import(tree: cst.Module, line: str) -> cst.Module:
     if line.startswith("from "):
         wanted = wanted.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
     return tree.with_changes(body=[*body[:at], wanted, *body[at:]])
+
+
+def with_torch_names(tree: cst.Module, names: Sequence[str] = ("torch", "nn", "F")) -> cst.Module:
+    """The module with these usual names imported, where they do not mean that already."""
+    lines = {"torch": "import torch", "nn": "from torch import nn", "F": "import torch.nn.functional as F"}
+    means = {"torch": "torch", "nn": "torch.nn", "F": "torch.nn.functional"}
+    known = imports(tree)
+    for name in names:
+        if known.get(name) != means[name]:
+            tree = add_import(tree, lines[name])
+    return tree
 
 
 def sibling_import(file: str, sources: Sources, module: str) -> str:

@@ -5,6 +5,7 @@ ON_CPU = (
     "inference-mode",
     "static-decode-metadata",
     "merge-projections",
+    "weight-layout",
     "preallocate-decode-buffers",
     "remove-host-reads",
     "device-side-sampling",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trace_diff.findings.calls import operators
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
 from trace_diff.layers import PRODUCT
@@ -53,7 +54,7 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         if p.rows > MOST_ROWS:
             return NotFound(f"products of {p.rows} rows are not bound by memory")
         sized.append((a.first, a.last, p.bytes, float(seq.dur_ns[a.first : a.last + 1].sum())))
-    if not sized or missing > 0.1 * len(sized):
+    if not sized or (context.on_gpu and missing > 0.1 * len(sized)):  # on a CPU attention may be products of its own
         return _as_a_whole(context) or CouldNotLook(("operator shapes (record_shapes=True)",))
     if not context.on_gpu and not (sized := [s for s in sized if s[2] > CPU_CACHE_BYTES]):
         return NotFound("every weight fits a core's cache")
@@ -83,11 +84,20 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         title=f"Products take {time / 1000:.0f} us a step, their bytes need {floor / 1000:.0f} us",
         formula=FORMULA,
         basis=Basis.DEVICE if context.on_gpu else Basis.HOST,
-        edit=Edit(device=edit) if context.on_gpu else Edit(host_cuts={r: float(context.trace.events.dur_ns[r]) - ns for r, ns in edit.items()}),
+        edit=Edit(device=edit) if context.on_gpu else Edit(host_cuts=_host_cuts(context, edit)),
         evidence=(row,),
         skills=SKILLS,
         inferred=table < best or not context.on_gpu,
     )
+
+
+def _host_cuts(context: Context, left: dict[int, float]) -> dict[int, float]:
+    """On a CPU a product is an operator with others below it: each loses its share of the time that need not be."""
+    cuts: dict[int, float] = {}
+    for row, ns in left.items():
+        share = 1.0 - ns / max(1.0, float(context.trace.events.dur_ns[row]))
+        cuts |= {r: cut * share for r, cut in context.subtree_cuts(operators(context, [row]), lead=False).items()}
+    return cuts
 
 
 def _as_a_whole(context: Context) -> Draft | NotFound | None:
