@@ -5,12 +5,12 @@ Not for: the blueprint itself (knowledge.py), or deciding what enters it (review
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optimizer.knowledge import blueprint as knowledge
-from optimizer.patching import ast_hash
-from optimizer.run import Run
+from optimizer.run import Request, Run
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -19,8 +19,8 @@ def facts(run: Run) -> dict[str, Any]:
     gpus = want.environment.get("gpus") or []
     return {
         "engine": want.target,
-        "engine_version": ast_hash(run.repo.sources(run.base, run.target.editable)),
-        "model": str(want.model.get("_name_or_path") or want.model_dir.name),
+        "engine_version": version(run.repo.sources(run.base, run.target.editable)),
+        "model": model_name(want),
         "tp": want.tp,
         "batch": 1,
         "mode": "eager",
@@ -28,6 +28,22 @@ def facts(run: Run) -> dict[str, Any]:
         "dtype": want.dtype,
         "torch": want.environment.get("versions", {}).get("torch"),
     }
+
+
+def version(sources: Mapping[str, str]) -> str:
+    """sha256 of the sources' text: the same for every Python, which the hash of a syntax tree is not."""
+    whole = hashlib.sha256()
+    for path in sorted(sources):
+        whole.update(f"{path}\0{sources[path]}\0".encode())
+    return whole.hexdigest()
+
+
+def model_name(want: Request) -> str:
+    """The checkpoint's name; random weights have none, so their shape stands for it."""
+    if want.weights_seed is None:
+        return str(want.model.get("_name_or_path") or want.model_dir.name)
+    shape = want.model
+    return f"{shape.get('model_type', 'model')} {shape.get('num_hidden_layers')}x{shape.get('hidden_size')}, random weights"
 
 
 def accepted(run: Run) -> Sequence[Any]:

@@ -17,6 +17,7 @@ from optimizer import state
 from optimizer.knowledge import learning
 from optimizer.knowledge.blueprint import (
     Blueprint,
+    BlueprintError,
     Detection,
     Entry,
     Evidence,
@@ -53,6 +54,37 @@ def propose_entries(run_dir: Path, number: int | None = None) -> list[Entry]:
     for topic in sorted({e.topic for e in new}):
         book.save(topic)
     return new
+
+
+def ship(run_dir: Path, folder: Path, name: str | None = None) -> list[Entry]:
+    """Put what a run taught into a blueprint, as `proposed`, whose reviewers need not have the run. Returns the new ones.
+
+    `name` stands for the run in the entries' ids. What was put there before is filled again, unless it was decided on.
+    The run's folder is only read. Raises BlueprintError where an id is already that of something else.
+    """
+    run = runs.load(run_dir)
+    lines = run.ledger.lines()
+    book = Blueprint.load(folder) if folder.is_dir() else Blueprint((), folder)
+    done = []
+    for entry in (e for a in state.attempts(lines) for e in entries_of(run, lines, a)):
+        if name is not None:
+            entry = entry.model_copy(update={"id": name + entry.id.removeprefix(run.request.id)})
+        old = next((e for e in book.entries() if e.id == entry.id), None)
+        if old is not None and not same_origin(old, entry):
+            raise BlueprintError(f"{entry.id} is already another entry (ledger line {old.evidence.ledger_hash}): ids are never reused; give another --name")
+        if old is None or old.status is Status.PROPOSED:
+            done.append(entry)
+    for entry in done:
+        book.put(entry)
+    for topic in sorted({e.topic for e in done}):
+        book.save(topic, folder)
+    return done
+
+
+def same_origin(one: Entry, two: Entry) -> bool:
+    """Whether both were filled from one ledger line and one patch, whatever they are called."""
+    a, b = one.evidence, two.evidence
+    return a.ledger_hash is not None and (a.ledger_hash, a.patch_sha) == (b.ledger_hash, b.patch_sha)
 
 
 def proposals(run_dir: Path) -> Blueprint:

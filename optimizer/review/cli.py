@@ -145,6 +145,21 @@ def import_(file: Path, repository: Annotated[str, typer.Option("--repository", 
     _console().print(f"imported {len(new)} entries; `optimize review` shows them")
 
 
+@knowledge_app.command("propose")
+def propose(
+    run_dir: Path,
+    name: Annotated[str | None, typer.Option("--name", help="stands for the run in the entries' ids; the run's own id if left out")] = None,
+    blueprint: Folder = BLUEPRINT,
+) -> None:
+    """Put what a run taught into the blueprint as `proposed` entries, for reviewers who do not have the run."""
+    from optimizer.knowledge import writeback
+
+    done = writeback.ship(run_dir, blueprint, name)
+    for entry in done:
+        _console().print(f"proposed {entry.id}: {entry.title}", markup=False)
+    _console().print(f"{len(done)} entries in {blueprint}; `optimize review` shows them", markup=False)
+
+
 @knowledge_app.command("ablate")
 def ablate(
     entries: Annotated[list[str] | None, typer.Argument(help="accepted entries that one arm does without")] = None,

@@ -6,7 +6,9 @@ sha256 is here. Not for: deciding (review.py, parked.py), or drawing (templates)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,6 +20,7 @@ from reports import baselines, run_data, run_page, run_traces, timeline
 from reports.run_data import Attempt, Measured, Run
 
 BEFORE, AFTER = "before", "after"
+GALLERY = Path(__file__).resolve().parents[2] / "reports" / "gallery"
 _STAGES = ("screen", "decide", "confirm")
 
 
@@ -79,6 +82,20 @@ class Judged:
     stages: list[Interval] = field(default_factory=list)
     margin: float | None = None
     facts: list[tuple[str, str]] = field(default_factory=list)
+
+
+def record(entry: Entry) -> Path | None:
+    """The record of a run that ships with the repository and holds the very ledger line that the entry cites."""
+    return _records().get(entry.evidence.ledger_hash or "")
+
+
+@lru_cache(maxsize=1)
+def _records() -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for place in sorted(GALLERY.glob("*/ledger.jsonl")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found |= {json.loads(line)["hash"]: place.parent for line in place.read_text("utf-8").splitlines()}
+    return found
 
 
 def judged(run_dir: Path | None, number: int | None) -> Judged:

@@ -166,7 +166,9 @@ def effect(entry: Entry) -> str:
 def _origin(item: Item) -> str:
     if item.run is not None:
         return f"run {item.run.name}"
-    refs = item.entry.source_refs
+    refs, place = item.entry.source_refs, review_evidence.record(item.entry)
+    if place is not None:
+        return f"record {place.name}"
     return refs[0].repository if refs else "blueprint"
 
 
@@ -178,11 +180,12 @@ def _where(scope: Scope) -> str:
 def entry(item: Item, folder: Path) -> EntryView:
     """Everything that a decision on one entry needs."""
     found = item.entry
-    files = review_evidence.traces(found, item.run)
+    place = item.run or review_evidence.record(found)
+    files = review_evidence.traces(found, place)
     before = [f.path for f in files if f.when == BEFORE and f.path]
     after = [f.path for f in files if f.when == AFTER and f.path]
-    drawn, notes = review_evidence.timelines(item.run, before, after)
-    about = review_evidence.judged(item.run, found.evidence.attempt)
+    drawn, notes = review_evidence.timelines(place, before, after)
+    about = review_evidence.judged(place, found.evidence.attempt)
     return EntryView(
         entry=found,
         origin=_origin(item),

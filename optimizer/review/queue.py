@@ -27,7 +27,7 @@ from rich.table import Table
 from optimizer.knowledge import check as blueprint_check
 from optimizer.knowledge import writeback
 from optimizer.knowledge.blueprint import BLUEPRINT, Blueprint, Entry, Gain, Scope, Status
-from optimizer.knowledge.check import Problem
+from optimizer.knowledge.check import Kind, Problem
 from optimizer.ledger import Ledger, LedgerBusy
 
 WAITING = (Status.PROPOSED, Status.IMPORTED)
@@ -46,17 +46,19 @@ class Item:
 
 
 def queue(runs: Path, folder: Path = BLUEPRINT) -> list[Item]:
-    """Everything that waits: entries of runs first, newest run first, then those of the blueprint, by id.
+    """Everything that waits: entries of runs first, newest run first, then the blueprint's proposed ones, then imported ones.
 
     Entries of runs are filled again from their ledgers. A run that cannot be read is left out; `optimize status`
     says what is wrong with it.
     """
     found: list[Item] = []
-    decided = {e.id for e in Blueprint.load(folder).entries()} if folder.is_dir() else set()
-    for place in sorted((p.parent for p in runs.glob("*/run.json")), reverse=True):
-        found += [Item(e, place) for e in _of_run(place) if e.status in WAITING and e.id not in decided]
     book = Blueprint.load(folder) if folder.is_dir() else Blueprint((), folder)
-    return found + [Item(e, None) for e in sorted(book.entries(), key=lambda e: e.id) if e.status in WAITING]
+    there = book.entries()
+    for place in sorted((p.parent for p in runs.glob("*/run.json")), reverse=True):
+        mine = [e for e in _of_run(place) if e.status in WAITING]
+        found += [Item(e, place) for e in mine if not any(writeback.same_origin(e, other) for other in there)]
+    order = sorted((e for e in there if e.status in WAITING), key=lambda e: (WAITING.index(e.status), e.id))
+    return found + [Item(e, None) for e in order]
 
 
 def _of_run(place: Path) -> list[Entry]:
@@ -82,7 +84,16 @@ def problems(item: Item, folder: Path = BLUEPRINT, as_accepted: bool = True) -> 
     book = Blueprint.load(folder) if folder.is_dir() else Blueprint((), folder)
     entry = item.entry.model_copy(update={"status": Status.ACCEPTED}) if as_accepted else item.entry
     others = [e for e in book.entries() if e.status is Status.ACCEPTED and e.id != entry.id]
-    return [p for p in blueprint_check.check([*others, entry]) if entry.id in p.entries]
+    return [*_taken(item, book), *(p for p in blueprint_check.check([*others, entry]) if entry.id in p.entries)]
+
+
+def _taken(item: Item, book: Blueprint) -> list[Problem]:
+    """An entry of a run whose id the blueprint knows as that of something else: a decision would overwrite that."""
+    other = next((e for e in book.entries() if e.id == item.entry.id), None) if item.run is not None else None
+    if item.run is None or other is None or writeback.same_origin(other, item.entry):
+        return []
+    hint = f"`optimize knowledge propose {item.run} --name OTHER` gives it an id of its own"
+    return [Problem(Kind.DUPLICATE_ID, (item.entry.id,), f"the blueprint has another entry of this id, and ids are never reused; {hint}")]
 
 
 def accept(
@@ -114,6 +125,8 @@ def reject(item: Item, reason: str, reviewer: str | None = None, folder: Path = 
 
 
 def _decide(item: Item, status: Status, reviewer: str | None, reason: str | None, folder: Path) -> Entry:
+    if taken := _taken(item, Blueprint.load(folder) if folder.is_dir() else Blueprint()):
+        raise ReviewError(f"nothing was decided: {taken[0].detail}")
     who = reviewer or whoami(folder)
     entry = item.entry.model_copy(
         update={"status": status, "reviewer": who, "reason": reason, "decided_on": datetime.now(UTC).date().isoformat()}
@@ -202,8 +215,10 @@ def table(items: list[Item]) -> Table:
 
 
 def percent(gain: Gain) -> str:
-    """A ratio of times as a speed-up with its interval."""
+    """A ratio of times as a speed-up with its interval: in per cent, or from twice as fast as a factor."""
     low, high = sorted(1 / r - 1 for r in gain.ci95)
+    if 1 / gain.ratio >= 2:
+        return f"{1 / gain.ratio:.1f}x [{low + 1:.1f}x, {high + 1:.1f}x]"
     return f"{1 / gain.ratio - 1:+.1%} [{low:+.1%}, {high:+.1%}]"
 
 

@@ -208,6 +208,43 @@ def test_while_the_run_goes_on_nothing_is_decided(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == [] and len(review.queue(tmp_path / "runs", folder)) == 1
 
 
+def test_what_ships_as_proposed_is_what_the_committed_record_says(tmp_path: Path, repo: Path) -> None:
+    record = repo / "reports" / "gallery" / "h200-tp1"
+    made = writeback.ship(record, tmp_path, "h200-tp1")
+    shipped = {e.id: e for e in Blueprint.load().entries() if e.id.startswith("h200-tp1.")}
+    assert {e.id for e in made} == set(shipped) and len(made) == 3
+    for entry in made:
+        if shipped[entry.id].status is Status.PROPOSED:  # a person may have decided since
+            assert entry == shipped[entry.id]
+        assert entry.scope.device == ["NVIDIA H200"] and entry.scope.dtype == ["bfloat16"] and "dummy" not in str(entry.scope.model)
+
+
+def test_an_id_is_never_given_to_something_else(tmp_path: Path) -> None:
+    one, two = run_with(tmp_path / "a", fake.WIN), run_with(tmp_path / "b", fake.WIN, fake.NO_OP)
+    folder = repository(tmp_path / "repo")
+    assert [e.id for e in writeback.ship(one.dir, folder)] == ["run.1"]
+    assert review.queue(tmp_path / "a" / "runs", folder)[0].run is None  # the same entry is not there twice
+    with pytest.raises(BlueprintError, match="ids are never reused"):
+        writeback.ship(two.dir, folder)
+    item = review.find([i for i in review.queue(tmp_path / "b" / "runs", folder) if i.run], "run.1")
+    assert any(p.kind is Kind.DUPLICATE_ID and p.blocking for p in review.problems(item, folder))
+    for decide in (lambda: review.accept(item, folder=folder), lambda: review.reject(item, "no", folder=folder)):
+        with pytest.raises(review.ReviewError, match="ids are never reused"):
+            decide()
+    assert {e.id for e in writeback.ship(two.dir, folder, "other")} == {"other.1", "other.2"}
+    assert [i.entry.id for i in review.queue(tmp_path / "b" / "runs", folder)] == ["other.1", "other.2", "run.1"]
+    review.reject(review.find(review.queue(tmp_path / "none", folder), "other.1"), "slow elsewhere", folder=folder)
+    assert [e.id for e in writeback.ship(two.dir, folder, "other")] == ["other.2"]  # what was decided stays
+    assert Blueprint.load(folder).get("other.1").status is Status.REJECTED
+
+
+def test_random_weights_are_known_by_their_shape_and_an_engine_by_its_text(tmp_path: Path) -> None:
+    shape = {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096}
+    run = new_run(tmp_path / "run", model=shape, weights_seed=7)
+    assert learning.facts(run)["model"] == "qwen3 36x4096, random weights"
+    assert learning.version({"a.py": "x = 1\n"}) != learning.version({"a.py": "x = 1  # why\n"})
+
+
 def test_nothing_contradictory_or_vague_can_be_accepted(tmp_path: Path) -> None:
     book = Blueprint((), tmp_path)
     book.put(entry("a", demands=["x"], status=Status.ACCEPTED))
