@@ -24,6 +24,7 @@ from redteam.beyond import BEYOND
 from redteam.case import Case, Stale
 from redteam.cheats import CHEATS
 from redteam.controls import CONTROLS
+from redteam.engineer import ENGINEER
 from redteam.judge import Outcome, judge
 from redteam.measured import MEASURED, run
 from redteam.more import MORE
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.perf_counter()
     left_before = leftovers()
     skip = ("seal",) if options.unsealed else ()
-    listed = (*CHEATS, *MORE, *BEYOND, *CONTROLS, *(BENIGN if options.benign else ()))
+    listed = (*CHEATS, *MORE, *BEYOND, *CONTROLS, *((*BENIGN, *ENGINEER) if options.benign else ()))
     cases = [replace(c, without=(*c.without, *skip)) for c in listed if _wanted(c.id, options.only)]
     console.print(f"sandbox: {sandbox.detect().name}; gates version {seal.version()}; {len(cases)} patches{', SEAL NOT CHECKED' if skip else ''}")
     table = Table("case", "idea", "expected", "caught by", "s", "", title="Red team")
@@ -135,7 +136,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
         "--benign", action=argparse.BooleanOptionalAction, default=True, help="also the benign variants"
     )
     parser.add_argument("--unsealed", action="store_true", help="do not check the seal: while working on the gates")
-    parser.add_argument("--jobs", type=int, default=1, help="cases at the same time")
+    jobs = min(4, len(os.sched_getaffinity(0)))
+    parser.add_argument("--jobs", type=int, default=jobs, help="cases at the same time")
     return parser.parse_args(argv)
 
 

@@ -1,6 +1,6 @@
 """G12: the matrix of shapes, each stream against the oracle.
 
-Batch sizes, prompt lengths around page boundaries and up to the limit, more than 256 generated tokens, prompts that
+Batch sizes, prompt lengths around page boundaries and up to the limit, an answer as long as time allows, prompts that
 join while others decode, streams that hang up midway, pairs of prompts made to collide in a careless prefix cache, and
 requests that must be refused. Runs at one rank (exchange between ranks is `greedy.py`'s and `parallel.py`'s).
 Not for: a full cache (`saturation.py`).
@@ -20,7 +20,7 @@ from optimizer.types import GateResult, RejectReason, Stream
 
 BATCHES = (1, 2, 3, 5, 8, 17, 33, 66)
 QUICK_BATCHES = (1, 3, 8)
-LONG = 272  # generated tokens of the longest stream: more than 256
+LONG, LONG_S = 272, 8.0  # the longest stream: so many tokens, or as many more as fit in so many seconds
 LONGEST_PROMPT = {"cpu": 4096, "cuda": 16384}
 
 
@@ -36,12 +36,9 @@ def check(lab: Lab) -> GateResult:
     setup = secret(lab)
     server = lab.server(setup)
     quick = lab.ctx.protocol.name == "quick"
-    parts = [
-        _batches(lab, server, QUICK_BATCHES if quick else BATCHES),
-        _growing(lab, server, quick),
-        _collisions(lab, server),
-    ]
-    parts.append(_refusals(lab, server))
+    batches = _batches(lab, server, QUICK_BATCHES if quick else BATCHES)
+    long = 40 if quick else max(LONG, int(LONG_S / pass_s(batches[0])))
+    parts = [batches, _growing(lab, server, quick, long), _collisions(lab, server), _refusals(lab, server)]
     got = [stream for part in parts for stream in part]
     result = streams.judge(
         lab.oracle(setup).score(got),
@@ -91,11 +88,16 @@ def _batches(lab: Lab, server: Server, sizes: tuple[int, ...]) -> list[Stream]:
     return got
 
 
-def _growing(lab: Lab, server: Server, quick: bool) -> list[Stream]:
+def pass_s(stream: Stream) -> float:
+    """Seconds a decode pass of a lonely stream."""
+    return max(1e-4, (stream.arrivals_ns[-1] - stream.arrivals_ns[0]) / 1e9 / max(1, len(stream.arrivals_ns) - 1))
+
+
+def _growing(lab: Lab, server: Server, quick: bool, long: int) -> list[Stream]:
     """One long stream; others join it one after another, two of them hang up."""
     most = max_len(lab)
     page = PAGE_LENGTHS if not quick else (16, 17, 256)
-    long = min(LONG if not quick else 40, most - 17)
+    long = min(long, most - 17)
     lengths = [17, *page, min(most - 12, LONGEST_PROMPT[lab.ctx.candidate.device])]
     new = [long, *[10] * len(page), 12]
     if quick:

@@ -62,6 +62,12 @@ def test_no_tokens_and_impossible_tokens_are_wrong(oracle):
     assert not empty.ok and not outside.ok and outside.max_gap == float("inf")
 
 
+def test_what_is_no_token_in_the_middle_of_a_stream_is_a_verdict_not_an_error(oracle):
+    score = oracle.score([stream((1, 2, 3), (70_000, 5, 2**31 - 1))])[0]
+    assert (score.ok, score.first_bad, score.max_gap) == (False, 0, float("inf"))
+    assert oracle.mass([stream((1, 2, 3), (70_000, 5))], 1.0)[0][0] == (pytest.approx(1.0), 0.0)
+
+
 def test_sixteen_streams_of_64_tokens_are_scored_in_a_moment(oracle, source):
     drawn = source.draw("time", 16, 64)
     before = oracle.cpu_s()
@@ -169,7 +175,16 @@ def test_prompts_have_the_length_asked_for_and_no_special_tokens(source):
     for kind in prompts_module.ALL_KINDS:
         drawn = source.draw(f"len/{kind}", len(lengths), lengths, kinds=(kind,))
         assert [len(p) for p in drawn] == lengths
-        assert not {0, 1, 2} & {t for p in drawn for t in p} and max(max(p) for p in drawn) < 2048
+        special = {0, 1, 2} & {t for p in drawn for t in p}
+        assert special == ({0, 1, 2} if kind == "marked" else set()) and max(max(p) for p in drawn) < 2048
+
+
+def test_marked_prompts_hold_special_tokens_as_chats_do(source):
+    special = set(source.special_ids.tolist())
+    drawn = source.draw("marked", 20, 32, kinds=("marked",))
+    assert special and not special & set(source.ordinary_ids.tolist())
+    assert all(len(p) == 32 and special & set(p) and set(p) - special for p in drawn)
+    assert len(source.draw("short", 1, 1, kinds=("marked",))[0]) == 1
 
 
 def test_a_prompt_depends_on_key_evaluation_and_place_alone(source):

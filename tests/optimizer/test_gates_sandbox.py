@@ -114,6 +114,30 @@ def test_results_behind_links_and_odd_files_are_not_read(tmp_path):
     assert launch.read_result(tmp_path, "plain.json", 1) is None
 
 
+def test_whatever_tree_a_candidate_leaves_is_counted_and_removed(tmp_path):
+    """Too deep for names and recursion, closed folders, links to the host: nothing is left, nothing else is touched."""
+    (tmp_path / "host").mkdir()
+    (tmp_path / "host" / "file").write_text("kept")
+    top = tmp_path / "work"
+    top.mkdir()
+    (top / "link").symlink_to(tmp_path / "host")
+    (top / "closed").mkdir()
+    (top / "closed" / "file").write_text("x")
+    here = os.open(top, os.O_RDONLY)
+    for _ in range(2000):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    (top / "closed").chmod(0)
+    assert procfs.disk_used(top) >= 1000 * procfs.ENTRY_BYTES, "empty folders count"
+    procfs.remove_tree(tmp_path / "work" / "link")
+    assert (tmp_path / "host" / "file").read_text() == "kept"
+    procfs.remove_tree(top)
+    assert not top.exists() and (tmp_path / "host" / "file").read_text() == "kept"
+
+
 def test_other_engines_are_masked_unless_the_target_is_one(tmp_path):
     python = Path(__import__("sys").executable)
     masked = sandbox.package_masks(python, frozenset())

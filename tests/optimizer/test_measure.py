@@ -8,12 +8,14 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from optimizer import environment, measure, targets
 from optimizer.confine.launch import LaunchError
+from optimizer.gates.streams import tokenizer_of
 from optimizer.measure import Bench, CandidateFailed, InfrastructureError
 from optimizer.traffic.client import ClientError
 from optimizer.traffic.loadgen import Load, LoadError
@@ -402,3 +404,24 @@ def test_every_target_gives_its_number():
 
 def test_quantiles_are_values_that_were_measured():
     assert targets.quantile([1, 2, 3, 4], 0.5) == 2 and targets.quantile(list(range(100)), 0.99) == 98
+
+
+def test_text_that_is_left_out_where_it_is_timed_is_caught():
+    """Gates look at the text of other shapes; a server could leave it out of exactly those that are timed."""
+    place = Path(__file__).resolve().parents[2] / "engine" / "tiny_qwen3"
+    tokenizer = tokenizer_of(place)
+    ids = (300, 301, 302)
+    good = Stream((1, 2), ids, tokenizer.decode(list(ids)), "length", 0, (1, 2, 3), None)
+    oracle = SimpleNamespace(score=lambda streams: [Score(True, None, 0.0, "equal")] * len(streams))
+
+    def arms(a: Stream, b: Stream) -> Any:
+        return {name: SimpleNamespace(timed=[SimpleNamespace(streams=[s])]) for name, s in (("b", b), ("a", a))}
+
+    silent = replace(good, text="")
+    assert measure.verify(arms(good, good), oracle, tokenizer) == {"reorder": 0, "tolerance": 0}
+    assert measure.verify(arms(silent, silent), oracle) == {"reorder": 0, "tolerance": 0}, "no tokenizer: nothing to say"
+    with pytest.raises(CandidateFailed, match="text differs from its tokens") as caught:
+        measure.verify(arms(good, silent), oracle, tokenizer)
+    assert caught.value.reason is RejectReason.TOKEN_ACCOUNTING
+    with pytest.raises(InfrastructureError, match="incumbent's text"):
+        measure.verify(arms(silent, silent), oracle, tokenizer)
