@@ -77,6 +77,7 @@ def _comparison(page: diff_page.DiffPage) -> list[str]:
         out += _table(table)
     if page.context:
         out += _table(page.context)
+    out += [f"- {cell(e.label)}: {cell(n, 400)}" for e in page.engines for n in e.notes]
     out += [f"- {cell(n, 400)}" for n in page.notes]
     return [*out, ""]
 

@@ -31,6 +31,7 @@ def side_by_side(diff: Diff, analyses: Sequence[Analysis] = (), *, layers: bool 
     parts += [table(t) for t in (*page.ranks, *page.syncs)]
     if page.context:
         parts.append(table(page.context))
+    parts += [Text(f"{e.label}: {n}", style="dim") for e in page.engines for n in e.notes]
     parts += [Text(n, style="dim") for n in page.notes]
     return Group(*parts)
 

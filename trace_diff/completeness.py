@@ -18,7 +18,8 @@ from trace_diff.types import Phase, Step
 
 Ints = npt.NDArray[np.int64]
 _NEARLY_ALL = 0.98
-_CUT = 0.5  # of the launches of the usual step of its phase
+_CUT = 0.5  # of the launches, or the device rows, of the usual step of its phase
+_MOST = 0.9  # of the largest step of its phase, in a file whose end is lost
 _INCOMPLETE = {"empty", "under_recorded", "first", "last"}
 
 
@@ -28,6 +29,7 @@ class _Seen(NamedTuple):
     device: list[int]  # device rows
     calls: list[int]  # launch calls
     answered: list[int]  # of those, with device rows in the file
+    unlinked: list[int]  # device rows whose launch is not in the file
     replays: list[tuple[int, ...]]  # device rows of each graph launch, in order
 
 
@@ -39,6 +41,7 @@ def flagged(trace: Trace, found: list[Step], empty: Sequence[bool], owner: Ints,
     has_device = len(tied.device_rows) > 0
     usual_calls = _median_by_phase(found, seen.calls)
     usual_replays = _largest_replays(found, seen.replays)
+    torn = _torn(trace, found, seen)
     out = []
     for k, step in enumerate(found):
         flags = list(step.flags)
@@ -46,14 +49,37 @@ def flagged(trace: Trace, found: list[Step], empty: Sequence[bool], owner: Ints,
             flags.append("empty")
         unanswered = seen.answered[k] < _NEARLY_ALL * seen.calls[k] and not trace.strange_device
         most = usual_replays[step.phase, len(seen.replays[k])]
-        if (unanswered and not empty[k]) or any(n < _NEARLY_ALL * m for n, m in zip(seen.replays[k], most, strict=True)):
+        if torn[k] or (unanswered and not empty[k]) or any(n < _NEARLY_ALL * m for n, m in zip(seen.replays[k], most, strict=True)):
             flags.append("under_recorded")
         cut = seen.calls[k] < _CUT * usual_calls.get(step.phase, 0)
         if k == 0 and cut:
             flags.append("first")
-        if k == len(found) - 1 and (cut or trace.notes.truncated):
+        if k == len(found) - 1 and (cut or trace.notes.events_cut):
             flags.append("last")
         out.append(replace(step, flags=tuple(flags), complete=not _INCOMPLETE & set(flags)))
+    return out
+
+
+def _torn(trace: Trace, found: list[Step], seen: _Seen) -> list[bool]:
+    """Steps that miss launches or device rows which others of their phase have.
+
+    Profilers write events grouped by kind, so a file that ends early has lost some of every step: the host's rows may
+    all be there and the device's not.
+    """
+    device = _median_by_phase(found, seen.device)
+    if not trace.notes.events_cut:
+        usual = [_CUT * device.get(s.phase, 0) if s.phase is Phase.DECODE else 0 for s in found]
+        return [n < least for n, least in zip(seen.device, usual, strict=True)]
+    properties = trace.meta.get("deviceProperties")
+    if not any(seen.device) and isinstance(properties, list) and properties:
+        return [True] * len(found)
+    most: dict[Phase, list[int]] = defaultdict(lambda: [0, 0])
+    for step, counts in zip(found, zip(seen.device, seen.calls, strict=True), strict=True):
+        most[step.phase] = [max(pair) for pair in zip(most[step.phase], counts, strict=True)]
+    out = []
+    for step, rows, calls, loose in zip(found, seen.device, seen.calls, seen.unlinked, strict=True):
+        few = rows < _MOST * most[step.phase][0] or calls < _MOST * most[step.phase][1]
+        out.append(few or (any(seen.calls) and loose > (1 - _MOST) * rows))
     return out
 
 
@@ -68,11 +94,12 @@ def _look(trace: Trace, found: list[Step], owner: Ints, tied: Links) -> _Seen:
     replays: list[list[int]] = [[] for _ in range(count)]
     for row in calls[is_graph[events.name[calls]]].tolist():
         replays[int(owner[row])].append(int(kernels[row]))
-    work = mask_of(WORK_KINDS)
+    work, launch_of = mask_of(WORK_KINDS), tied.launch_of(len(events))
     return _Seen(
         device=[int(work[events.kind[step.rows]].sum()) for step in found],
         calls=np.bincount(owner[calls], minlength=count).tolist(),
         answered=np.bincount(owner[calls[kernels[calls] > 0]], minlength=count).tolist(),
+        unlinked=[int((launch_of[step.rows[work[events.kind[step.rows]]]] < 0).sum()) for step in found],
         replays=[tuple(r) for r in replays],
     )
 

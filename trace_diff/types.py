@@ -60,6 +60,7 @@ class LoadNotes:
     lost: int = 0  # events that could not be kept at all
     truncated: bool = False
     messages: tuple[str, ...] = ()
+    events_cut: bool = False  # the cut is inside the events: any step may have lost some
 
 
 class Phase(StrEnum):

@@ -340,3 +340,40 @@ def test_t43_a_trace_of_one_kind_of_call_works(tmp_path):
     account = mean_breakdown(trace, steps(trace))
     assert account.counts["memsets"] == 0.0
     assert account.gpu_busy_ns == 20_000
+
+
+def _grouped(build: Build) -> list[str]:
+    """Events as profilers write them: annotations and operators first, then each launch with its kernel."""
+    host = [e for e in build.events if '"cpu_op"' in e or '"user_annotation"' in e]
+    return host + [e for e in build.events if e not in host]
+
+
+@pytest.mark.parametrize(("kept", "whole"), [(12, 0), (20, 1), (30, 2), (34, 3)])
+def test_t05_a_file_that_ends_early_has_lost_some_of_every_later_step_and_says_which_are_whole(tmp_path, kept, whole):
+    """4 steps of 3 launches: 16 host rows, then 12 launches with their kernels."""
+    build = decode_steps(Build(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}]))
+    build.events = _grouped(build)
+    end = build.text().index(build.events[kept]) + 40
+    path = tmp_path / "t.json"
+    path.write_text(build.text()[:end])
+    found = steps(load(path))
+    assert [s.complete for s in found] == [k < whole for k in range(len(found))]
+
+
+def test_a_file_that_ends_after_its_events_has_lost_no_step(tmp_path):
+    build = decode_steps(Build())
+    path = tmp_path / "t.json"
+    path.write_text(build.text()[:-1] + ', "traceName": "/tmp/x')
+    trace = load(path)
+    assert trace.notes.truncated
+    assert [s.complete for s in steps(trace)] == [True] * 4
+
+
+def test_a_decode_step_with_half_the_device_rows_of_the_others_is_under_recorded(tmp_path):
+    build = Build()
+    for step in range(5):
+        base = 1_000_000 + step * 100_000
+        build.mark(f"execute_context_0(0)_generation_1(1) {step}", base, 90_000)
+        for k in range(6):
+            build.kernel("gemm", base + 5_000 + k * 10_000, 8_000) if step != 2 or k < 2 else None
+    assert [s.complete for s in steps(load(build.write(tmp_path / "t.json")))] == [True, True, False, True, True]

@@ -17,6 +17,7 @@ class NoteBook:
     quarantined: int = 0
     lost: int = 0
     truncated: bool = False
+    events_cut: bool = False
     messages: list[str] = field(default_factory=list)
     last_good_ns: int | None = None
 
@@ -31,4 +32,4 @@ class NoteBook:
         self.say(message)
 
     def freeze(self) -> LoadNotes:
-        return LoadNotes(self.repaired, self.quarantined, self.lost, self.truncated, tuple(self.messages))
+        return LoadNotes(self.repaired, self.quarantined, self.lost, self.truncated, tuple(self.messages), self.events_cut)

@@ -64,6 +64,7 @@ class Splitter:
         """The rest, at the end of the file."""
         yield from self._run(True)
         if self._state == self._events:
+            self._notes.events_cut = True
             self._notes.cut(f"the event array does not close before the end of the file at byte {self._seen}")
         elif self._state == self._tail and not self._is_list:
             self._finish_tail()
