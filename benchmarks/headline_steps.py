@@ -252,7 +252,8 @@ def context(sitting: Sitting) -> None:
 def summary(sitting: Sitting) -> list[str]:
     """The table of settings, then of every opponent the ratios, or why there are none. Results enter the record."""
     said = _settings_table(sitting)
-    for name in dict.fromkeys(e["setting"] for e in sitting.of("pair", ours_sha256=sitting.ours_digest)):
+    tried = [*sitting.of("pair", ours_sha256=sitting.ours_digest), *sitting.of("fairness", ours_sha256=sitting.ours_digest)]
+    for name in dict.fromkeys(e["setting"] for e in tried):
         said += _verdict(sitting, name)
     for entry in sitting.of("no_pairs")[-1:]:
         said.append(f"no pairs: {entry['why'].splitlines()[0]}")
@@ -280,10 +281,10 @@ def _verdict(sitting: Sitting, name: str) -> list[str]:
     checks = {e["launch"]: e["against"] for e in sitting.of("fairness", setting=name, ours_sha256=sitting.ours_digest)}
     taken = sitting.of("pair", setting=name, ours_sha256=sitting.ours_digest)
     unchecked = ["the sitting ended before the last check of what was compared"]
-    against = {launch: checks.get(launch, unchecked) for launch in dict.fromkeys(p["launch"] for p in taken)}
+    against = {launch: checks.get(launch, unchecked) for launch in dict.fromkeys([*(p["launch"] for p in taken), *checks])}
     taken = [pair for pair in taken if not against[pair["launch"]]]
     if not taken:
-        why = list(dict.fromkeys(reason for reasons in against.values() for reason in reasons))
+        why = list(dict.fromkeys(reason for reasons in against.values() for reason in reasons)) or ["no pair was timed"]
         sitting.emit("result", setting=name, ours_sha256=sitting.ours_digest, excluded=why)
         return [f"ours against vLLM, {name}: no ratio, because {'; '.join(why)}"]
     result = ratios(taken)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer.confine.launch import LaunchError, Server, launch
+from optimizer.outside import Outside
 from optimizer.serial import write_json
 from optimizer.services import Capture
 from optimizer.traffic.client import ClientError, Request
@@ -53,14 +54,11 @@ def capture(
         on_start(server.metadata)
         requests = _requests(cell, prompts, f"capture/{out.name}")
         try:
-            _complete(server, requests)  # every shape once; compilation and caches stay out of the trace
-            control = us_per_token(_complete(server, requests))
-            server.client.start_profile(with_stack=False, record_shapes=True)
-            _complete(server, requests)
-            server.client.stop_profile()
+            complete(server, requests)  # every shape once; compilation and caches stay out of the trace
+            control = us_per_token(complete(server, requests))
+            traces, _ = profiled(server, requests, out, spec.tp)
         except (ClientError, OSError) as error:
             raise LaunchError(RejectReason.CRASH, f"while being profiled: {error}\n{server.log_tail()}") from error
-        traces = _collect(server, out, spec.tp)
         metadata = server.metadata
     return Capture(
         label=out.name,
@@ -79,7 +77,16 @@ def _requests(cell: Cell, prompts: PromptSource, evaluation: str) -> list[Reques
     return [Request(ids, tokens, min_tokens=tokens) for ids in drawn]
 
 
-def _complete(server: Server, requests: list[Request]) -> list[Stream]:
+def profiled(server: Server | Outside, requests: list[Request], out: Path, tp: int) -> tuple[tuple[Path, ...], list[Stream]]:
+    """Send the requests with the profiler on; traces at `out/rank<r>.json[.gz]`. Raises ClientError, OSError, LaunchError."""
+    server.client.start_profile(with_stack=False, record_shapes=True)
+    streams = complete(server, requests)
+    server.client.stop_profile()
+    return _collect(server, out, tp), streams
+
+
+def complete(server: Server | Outside, requests: list[Request]) -> list[Stream]:
+    """All answers. Raises ClientError when one of them is an error."""
     streams = server.client.complete(requests, DEADLINE_S)
     for stream in streams:
         if stream.error:
@@ -95,7 +102,7 @@ def us_per_token(streams: Sequence[Stream]) -> float | None:
     return (statistics.median(spans) or None) if spans else None
 
 
-def _collect(server: Server, out: Path, tp: int) -> tuple[Path, ...]:
+def _collect(server: Server | Outside, out: Path, tp: int) -> tuple[Path, ...]:
     """The latest trace of every rank. Raises LaunchError when one is missing."""
     with tempfile.TemporaryDirectory(prefix="hotloop-traces-") as tmp:
         latest: dict[int, Path] = {}
@@ -118,7 +125,10 @@ def _collect(server: Server, out: Path, tp: int) -> tuple[Path, ...]:
 def capture_reference(
     model_dir: Path, out: Path, cell: Cell, prompts: PromptSource, tp: int, device: str, dtype: str, timeout_s: float = 240.0
 ) -> Capture:
-    """transformers' greedy decode at the same cell, TP and dtype. Raises NoReference with its last words."""
+    """transformers' greedy decode at the same cell, TP and dtype; `about/reference.json` beside the traces has its paces.
+
+    Raises NoReference with its last words.
+    """
     began = time.monotonic()
     tokens = min(cell.new_tokens, PROFILED_TOKENS)
     spec = {

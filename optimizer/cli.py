@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from optimizer import start
+from optimizer.baseline_cli import baseline_app
 from optimizer.review import cli as review_cli
 
 app = typer.Typer(
@@ -280,6 +281,7 @@ def mcp(
     mcp_server.main(runs, run, http, tuple(trust_skills or ()))
 
 
+app.add_typer(baseline_app, name="baseline")
 app.add_typer(review_cli.review_app, name="review")
 app.add_typer(review_cli.knowledge_app, name="knowledge")
 

@@ -25,6 +25,7 @@ class StepMarks(StoppingCriteria):
 
     def __init__(self, batch: int, prompt_tokens: int, marked: bool) -> None:
         self.batch, self.marked = batch, marked
+        self.began_ns = time.perf_counter_ns()
         self.ends_ns: list[int] = []
         self.range: Any = None
         self.open(f"execute_context_{batch}({batch * prompt_tokens})_generation_0(0)")
@@ -62,6 +63,12 @@ def generate(model: Any, prompts: torch.Tensor, new_tokens: int, marked: bool) -
     return marks
 
 
+def pace(marks: StepMarks) -> dict[str, float]:
+    """Microseconds per decode step, and of the prefill step, host work included."""
+    ends = marks.ends_ns
+    return {"us_per_token": (ends[-1] - ends[0]) / 1000 / (len(ends) - 1), "prefill_us": (ends[0] - marks.began_ns) / 1000}
+
+
 def run(spec: dict[str, Any], rank: int) -> None:
     """One rank: load, warm up, control, profile. Rank 0 writes reference.json last, when all traces are there."""
     tp, device = spec["tp"], spec["device"]
@@ -82,9 +89,8 @@ def run(spec: dict[str, Any], rank: int) -> None:
     control = generate(model, prompts, spec["new_tokens"], marked=False)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities, record_shapes=True) as profiler:
-        generate(model, prompts, spec["new_tokens"], marked=True)
+        traced = generate(model, prompts, spec["new_tokens"], marked=True)
     steps = len(control.ends_ns) - 1
-    control_us = (control.ends_ns[-1] - control.ends_ns[0]) / 1000 / steps
     import transformers
 
     about = {
@@ -102,7 +108,8 @@ def run(spec: dict[str, Any], rank: int) -> None:
     if tp > 1:
         torch.distributed.barrier()
     if rank == 0:
-        result = {"metadata": about, "control_us_per_token": control_us, "steps": steps}
+        clean = pace(control)
+        result = {"metadata": about, "control_us_per_token": clean["us_per_token"], "clean": clean, "traced": pace(traced), "steps": steps}
         (out / "about" / "reference.json").write_text(json.dumps(result, sort_keys=True))
     if tp > 1:
         torch.distributed.destroy_process_group()

@@ -41,6 +41,7 @@ class Common:
     load_format: str = "safetensors"
     max_model_len: int = 8192
     kv_tokens: int = 65536
+    tp: int = 1
     site: Path | None = None  # a folder with vLLM in it, for PYTHONPATH
     cache: Path | None = None  # compiled code is kept here, so that a second start is quick
     program: tuple[str, ...] = PROGRAM
@@ -48,11 +49,11 @@ class Common:
     uds: bool = True  # False: a loopback port
 
     def kv_bytes(self) -> int:
-        """Bytes of a KV cache of `kv_tokens` tokens at TP=1. Raises KeyError for a config.json without dimensions."""
+        """Bytes that a KV cache of `kv_tokens` tokens takes of each rank. Raises KeyError for a config.json without dimensions."""
         config = json.loads((self.model / "config.json").read_text("utf-8"))
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        return 2 * config["num_hidden_layers"] * heads * size * _BYTES[self.dtype] * self.kv_tokens
+        return 2 * config["num_hidden_layers"] * heads * size * _BYTES[self.dtype] * self.kv_tokens // self.tp
 
 
 def command(common: Common, setting: Setting) -> Command:
@@ -63,6 +64,8 @@ def command(common: Common, setting: Setting) -> Command:
     argv += ["--max-model-len", str(common.max_model_len), "--no-enable-prefix-caching"]
     argv += ["--kv-cache-memory-bytes", str(common.kv_bytes()), "--gpu-memory-utilization", str(MEMORY_SHARE)]
     argv += ["--max-num-seqs", str(MAX_NUM_SEQS), "--disable-uvicorn-access-log", *setting.flags]
+    if common.tp > 1:
+        argv += ["--tensor-parallel-size", str(common.tp)]
     if setting.compilation:
         argv += ["--compilation-config", json.dumps(setting.compilation, sort_keys=True)]
     if common.profile:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,7 +146,7 @@ def add(root: Path, entry: Mapping[str, Any], files: Sequence[tuple[Path, Mappin
     rows = []
     for rank, (source, about) in enumerate(files):
         suffix = ".json.gz" if source.name.endswith(".gz") else ".json"
-        place = root / name / f"{name}{f'-rank{rank}' if len(files) > 1 else ''}{suffix}"
+        place = root / _folder(entry) / f"{name}{f'-rank{rank}' if len(files) > 1 else ''}{suffix}"
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, place)
         data = place.read_bytes()
@@ -155,8 +155,13 @@ def add(root: Path, entry: Mapping[str, Any], files: Sequence[tuple[Path, Mappin
     known["sets"] = [old for old in known["sets"] if old["id"] != name] + [made]
     draft = index.with_name(".index.json.new")
     draft.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
-    os.replace(draft, index)
+    draft.replace(index)
     return _trace(root, made)
+
+
+def _folder(entry: Mapping[str, Any]) -> str:
+    """`h200_tp1`: the device's last word and the ranks."""
+    return f"{re.sub('[^a-z0-9]+', '', str(entry['device']).lower().split()[-1])}_tp{entry['tp']}"
 
 
 def published(root: Path = ROOT) -> list[PublishedRow]:
