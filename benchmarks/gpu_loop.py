@@ -34,7 +34,7 @@ from optimizer.session import greet, interruptible
 from optimizer.truth import weights
 from optimizer.view import Terminal
 
-GPU_SKILLS = "inference-mode,cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections"
+GPU_SKILLS = "cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections,overlap-scheduling"
 PAGES = 4096  # the same KV cache in every arm: 65,536 tokens, 9.7 GB
 
 
@@ -52,7 +52,7 @@ def begin(options: argparse.Namespace) -> Run:
     (model / "config.json").write_text(json.dumps(QWEN3_8B, indent=1))
     return start.prepare(
         start.Options(
-            model=model, device="cuda", tp=1, devices="0", protocol="quick", run_dir=options.place / "run",
+            model=model, device="cuda", tp=1, devices=options.gpu, protocol="quick", run_dir=options.place / "run",
             budget_minutes=options.minutes, skills=options.skills, engine_args=f"--num-kv-blocks {PAGES}",
         )
     )  # fmt: skip
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0, help="ask the loop to stop after so long")
     parser.add_argument("--minutes", type=float, default=30.0, help="budget of the whole run")
     parser.add_argument("--skills", default=GPU_SKILLS)
+    parser.add_argument("--gpu", default="0")
     parser.add_argument("--reference", action="store_true", help="also capture transformers on the same cell")
     options = parser.parse_args()
     console = Console(width=150)
