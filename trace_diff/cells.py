@@ -92,7 +92,7 @@ def device_class(trace: Trace, seq: Sequence | None) -> str | None:
     properties = trace.meta.get("deviceProperties")
     listed = properties if isinstance(properties, list) else []
     names = {p["name"] for p in listed if isinstance(p, dict) and isinstance(p.get("name"), str) and p["name"]}
-    return sorted(names)[0] if names else None
+    return sorted(names)[0].removesuffix(" VF") if names else None  # a virtual function is the same device
 
 
 def _tokens(steps: Seq[Step], phase: Phase) -> int | None:

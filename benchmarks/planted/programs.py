@@ -10,6 +10,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from benchmarks.planted.machine import Machine, Yield
+from trace_diff.findings.roofline_gap import CPU_READ_BYTES_PER_NS
 
 LAYERS = 12
 STEP = "execute_context_0(0)_generation_1(1)"
@@ -188,10 +189,11 @@ def cpu(m: Machine, p: Plant) -> Generator[Yield, int, None]:
         for _ in range(LAYERS):
             _cpu_norm(m, p)
             if p.split_qkv:
-                for n, ns in ((256, 40 * K), (128, 34 * K), (128, 34 * K)):
-                    _cpu_op(m, p, "aten::linear", ns, [[1, 256], [n, 256]])
+                _cpu_product(m, p, 256, 256)
+                for _ in "kv":  # small ones cost a call more than their bytes
+                    _cpu_op(m, p, "aten::linear", 20 * K, [[1, 256], [128, 256]])
             else:
-                _cpu_op(m, p, "aten::linear", 40 * K, [[1, 256], [512, 256]])
+                _cpu_product(m, p, 256, 512)
             _cpu_op(m, p, "_C::rotary_embedding", 15 * K, [[1], [1, 512]])
             if p.metadata:
                 _cpu_op(m, p, "aten::arange", 12 * K, [[]])
@@ -199,18 +201,18 @@ def cpu(m: Machine, p: Plant) -> Generator[Yield, int, None]:
             for _ in range(p.gathers):
                 _cpu_op(m, p, "aten::index", 25 * K, [[4096, 16, 4, 32], []])
             _cpu_op(m, p, "aten::scaled_dot_product_attention", 80 * K, [[1, 8, 1, 32], [1, 8, 21, 32]])
-            _cpu_op(m, p, "aten::linear", 50 * K, [[1, 256], [256, 256]])
+            _cpu_product(m, p, 256, 256)
             for _ in range(p.clones):
                 _cpu_op(m, p, "aten::clone", 14 * K, [[1, 256]])
             if m.world > 1:
                 yield from _gloo(m, p)
             _cpu_norm(m, p)
-            _cpu_op(m, p, "aten::linear", 120 * K, [[1, 256], [1536, 256]])
+            _cpu_product(m, p, 256, 1536)
             _cpu_op(m, p, "_C::silu_and_mul", 10 * K, [[1, 1536]])
-            _cpu_op(m, p, "aten::linear", 90 * K, [[1, 768], [256, 768]])
+            _cpu_product(m, p, 768, 256)
             if m.world > 1:
                 yield from _gloo(m, p)
-        _cpu_op(m, p, "aten::linear", 150 * K, [[1, 256], [2048, 256]])
+        _cpu_product(m, p, 256, 2048)
         _cpu_op(m, p, "aten::argmax", 15 * K, [[1, 2048]])
         for name in SAMPLING[: p.sampling]:
             _cpu_op(m, p, name, 14 * K, [[1, 2048]])
@@ -221,6 +223,12 @@ def cpu(m: Machine, p: Plant) -> Generator[Yield, int, None]:
 def _cpu_op(m: Machine, p: Plant, name: str, ns: int, dims: list[list[int]]) -> None:
     m.python(300 + p.python_ns)
     m.leaf(name, ns, **{"Input Dims": dims, "Input type": ["float"] * len(dims)})
+
+
+def _cpu_product(m: Machine, p: Plant, inputs: int, outputs: int) -> None:
+    """As fast as one core reads weights: nothing to find."""
+    ns = round(4 * (inputs * outputs + inputs + outputs) / CPU_READ_BYTES_PER_NS)
+    _cpu_op(m, p, "aten::linear", ns, [[1, inputs], [outputs, inputs]])
 
 
 def _cpu_norm(m: Machine, p: Plant) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from trace_diff import fusion
 from trace_diff.analysis import Cell
+from trace_diff.bandwidth import MEMORIES, memory
 from trace_diff.comparable import compare_cells
 from trace_diff.products import Product, product_of
 from trace_diff.types import Phase
@@ -105,3 +106,22 @@ def test_product_shapes_from_either_operand_order():
     assert mm == linear == Product(1, 256, 64, "c10::BFloat16")
     assert mm.bytes == 2 * (256 * 64 + 256 + 64)
     assert product_of({"Input Dims": [[1, 256], []]}) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "figure"),
+    [
+        ("NVIDIA H200", 4169), ("NVIDIA H100 80GB HBM3", 3350), ("NVIDIA H100 PCIe", 2000), ("NVIDIA H100 NVL", 3900),
+        ("NVIDIA A100-SXM4-80GB", 2039), ("NVIDIA A100 80GB PCIe", 1935), ("NVIDIA A10", 600), ("NVIDIA A10G", 600),
+        ("Tesla V100-SXM2-16GB", 900), ("AMD Instinct MI300X", 5300), ("NVIDIA B200", 8000), ("NVIDIA L40S", 864), ("NVIDIA L4", 300),
+        ("NVIDIA A100-PG509-200", None), ("NVIDIA A1000", None), ("H100", None), ("", None), (None, None),
+    ],
+)  # fmt: skip
+def test_bandwidth_is_known_by_the_drivers_name_of_a_device_or_not_at_all(device, figure):
+    found = memory(device)
+    assert (found.bytes_per_ns if found else None) == figure
+
+
+def test_every_bandwidth_has_a_source_and_says_whether_it_was_measured():
+    assert len({m.name for m in MEMORIES}) == len(MEMORIES)
+    assert all(m.source and m.kind in ("measured", "peak") for m in MEMORIES)

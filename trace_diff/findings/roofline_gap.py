@@ -1,9 +1,9 @@
 """Memory-bound products that take longer than their bytes need.
 
 Signature: products of a decode step with recorded shapes, on a device whose read bandwidth is known. Saving per
-step <= sum over products of (time - bytes / bandwidth), replayed. Bandwidth is the measured read bandwidth of
-the device class (table below), or what the best product of this very trace reached, if that is more. Products
-of more than 128 rows are not judged: there arithmetic sets the pace.
+step <= sum over products of (time - bytes / bandwidth), replayed. Bandwidth is that of the device (measured, or its
+vendor's peak: `trace_diff/bandwidth.py`), or what the best product of this very trace reached, if that is more.
+Products of more than 128 rows are not judged: there arithmetic sets the pace.
 
 On a CPU weights that fit a core's cache are left out, and the bandwidth is what one core reads at best.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trace_diff.bandwidth import Memory, memory
 from trace_diff.findings.calls import operators
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
@@ -25,10 +26,6 @@ from trace_diff.whatif import Edit
 RULE = "roofline-gap"
 SKILLS = ("skinny-gemm", "weight-layout", "ngram-speculation")
 FORMULA = "sum over products of (time - bytes / read bandwidth), replayed"
-# Device class -> measured read bandwidth, bytes per ns (= TB/s x 1000); source in the comment.
-READ_BYTES_PER_NS = {
-    "NVIDIA H200": 4169.0,  # measured: streaming read of HBM, 1 GPU, driver 580
-}
 MOST_ROWS = 128  # above it arithmetic, not bytes, sets the pace of a bf16 product on current devices
 LEAST_SHARE = 0.02  # of the products' time
 # One core, float32 weights of several layers in turn, by columns: 34 measured on a 2-core AMD EPYC guest with 32 MiB of
@@ -58,8 +55,11 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         return _as_a_whole(context) or CouldNotLook(("operator shapes (record_shapes=True)",))
     if not context.on_gpu and not (sized := [s for s in sized if s[2] > CPU_CACHE_BYTES]):
         return NotFound("every weight fits a core's cache")
-    best = max(b / t for _, _, b, t in sized if t > 0)
-    table = READ_BYTES_PER_NS.get(context.analysis.cell.device or "", 0.0) if context.on_gpu else CPU_READ_BYTES_PER_NS
+    best = max((b / t for _, _, b, t in sized if t > 0), default=0.0)
+    known = memory(context.analysis.cell.device)
+    if context.on_gpu and known is None:
+        return _unknown(context.analysis.cell.device, best)
+    table = known.bytes_per_ns if known is not None and context.on_gpu else CPU_READ_BYTES_PER_NS
     bandwidth = max(best, table)
     edit: dict[int, float] = {}
     time = floor = 0.0
@@ -76,7 +76,7 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         "byte_bound_us": round(floor / 1000, 1),
         "bytes": sum(b for _, _, b, _ in sized),
         "bandwidth_TBs": round(bandwidth / 1000, 3),
-        "bandwidth_from": "measured for the device class" if table >= best else "best product of this trace",
+        "bandwidth_from": _source(known) if table >= best else "best product of this trace",
     }
     if time - floor < LEAST_SHARE * time:
         return NotFound("products run at the memory bandwidth", (row,))
@@ -87,7 +87,7 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         edit=Edit(device=edit) if context.on_gpu else Edit(host_cuts=_host_cuts(context, edit)),
         evidence=(row,),
         skills=SKILLS,
-        inferred=table < best or not context.on_gpu,
+        inferred=table < best or known is None or known.kind != "measured",
     )
 
 
@@ -100,10 +100,21 @@ def _host_cuts(context: Context, left: dict[int, float]) -> dict[int, float]:
     return cuts
 
 
+def _source(known: Memory | None) -> str:
+    return "one core at its best" if known is None else f"{known.kind}: {known.source}"
+
+
+def _unknown(device: str | None, best: float) -> CouldNotLook:
+    """Without the device's figure, products that are all slow look as good as products that are all fast."""
+    seen = f"the best product of this trace reads {best / 1000:.2f} TB/s"
+    return CouldNotLook((f"read bandwidth of {device or 'a device that the trace does not name'} (trace_diff/bandwidth.py)",), (seen,))
+
+
 def _as_a_whole(context: Context) -> Draft | NotFound | None:
     """All products of the step against all weights of the model; None without dimensions or a known bandwidth."""
     seq, told = context.analysis.sequence, context.trace.meta.get("engine")
-    bandwidth = READ_BYTES_PER_NS.get(context.analysis.cell.device or "", 0.0)
+    known = memory(context.analysis.cell.device)
+    bandwidth = known.bytes_per_ns if known is not None else 0.0
     size = weight_bytes(told) if isinstance(told, dict) else None
     if seq is None or size is None or not bandwidth or (context.analysis.cell.tokens or 0) > MOST_ROWS:
         return None
@@ -116,7 +127,7 @@ def _as_a_whole(context: Context) -> Draft | NotFound | None:
         "byte_bound_us": round(floor / 1000, 1),
         "bytes": size,
         "bandwidth_TBs": round(bandwidth / 1000, 3),
-        "bandwidth_from": "measured for the device class",
+        "bandwidth_from": _source(known),
     }
     if time - floor < LEAST_SHARE * time:
         return NotFound("products run at the memory bandwidth", (row,))
