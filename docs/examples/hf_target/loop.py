@@ -8,7 +8,6 @@ import json
 import queue
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
