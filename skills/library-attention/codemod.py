@@ -197,10 +197,10 @@ def _peeled(node: cst.BaseExpression, found: _Found, scales: list[str]) -> cst.B
             raise _Unlike
         return node.left
     given = t.arguments(node) if isinstance(node, cst.Call) else None
-    if given and isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "masked_fill":
-        if found.mask is None and set(given) == {0, 1} and t.code(given[1]) in INFINITE:
-            found.mask = _name(given[0])
-            return node.func.value
+    fills = given and isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "masked_fill"
+    if fills and found.mask is None and set(given) == {0, 1} and t.code(given[1]) in INFINITE:
+        found.mask = _name(given[0])
+        return node.func.value
     raise _Unlike
 
 
