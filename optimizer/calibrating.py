@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from optimizer import accept, state
 from optimizer.candidate import incumbent_name
+from optimizer.headline import floor
 from optimizer.judge import calibration_of, failures, kept, pairs_of, take_pair
 from optimizer.ledger import Line
 from optimizer.run import Run, RunError
@@ -38,9 +39,13 @@ def calibrate(run: Run, do: Services) -> None:
         found = accept.calibrate(pairs, run.request.device, run.request.tp, do.protocol)
     except ValueError as error:
         raise RunError(str(error)) from None
-    run.ledger.append("calibrated", None, {**plain(found), "token_us": state.token_us(run.ledger.lines())})
+    first = state.calibration(run.ledger.lines()) is None
+    bound = floor(run, do) if first else {}
+    run.ledger.append("calibrated", None, {**plain(found), **bound, "token_us": state.token_us(run.ledger.lines())})
     for line in accept.describe(found, do.protocol):
         do.view.note(line)
+    if bound:
+        do.view.note(f"reading the weights alone takes {bound['bound_us_per_token']:,.0f} us a token at the {bound['bandwidth_bytes_per_s'] / 1e9:,.1f} GB/s measured here")
     goal = run.request.goal
     if goal is not None and goal.kind == "factor" and goal.value - 1 < found.mde:
         do.view.note(f"warning: the goal of {goal} is below what can be resolved here (+{found.mde:.1%})")

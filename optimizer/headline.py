@@ -11,6 +11,7 @@ from typing import Any
 from optimizer import accept, state
 from optimizer.budget import headline_pairs
 from optimizer.candidate import incumbent_name
+from optimizer.gates.model_math import Model
 from optimizer.judge import calibration_of, failures, kept, take_pair
 from optimizer.run import Run
 from optimizer.services import Services, Stop
@@ -47,11 +48,28 @@ def headline(run: Run, do: Services) -> dict[str, Any] | None:
     return found
 
 
+def floor(run: Run, do: Services) -> dict[str, float]:
+    """What one stream cannot beat here: every token reads all weights, in the run's dtype, at the bandwidth just measured.
+
+    Measured once, before the first candidate; {} where there is nothing to measure with.
+    """
+    if do.bandwidth is None:
+        return {}
+    try:
+        size = int(Model.of(run.request.model_dir).pass_bytes(4 if run.request.dtype == "float32" else 2))
+    except KeyError:  # a config.json that is not of a dense decoder: no bound, and so none is shown
+        return {}
+    rate = do.bandwidth(size)
+    return {"bound_us_per_token": size / rate * 1e6, "bound_bytes": size, "bandwidth_bytes_per_s": rate}
+
+
 def bound_us(run: Run) -> float | None:
-    """Least microseconds per token that this machine allows one stream, as the physics gate measured; None without it."""
-    floors = [
+    """Least microseconds per token that this machine allows one stream, as measured at the start and by the physics gate."""
+    lines = run.ledger.lines()
+    floors = [line["data"]["bound_us_per_token"] for line in lines if line["kind"] == "calibrated" and line["data"].get("bound_us_per_token")]
+    floors += [
         line["data"]["facts"]["floor_s"] * 1e6
-        for line in run.ledger.lines()
+        for line in lines
         if line["kind"] == "gate" and line["data"].get("gate") == "physics" and line["data"]["facts"].get("floor_s")
     ]
     return min(floors, default=None)

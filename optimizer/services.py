@@ -128,3 +128,4 @@ class Services:
     run_pair: Callable[[LaunchSpec, LaunchSpec, Stage, int, str], Pair]
     check_seal: Callable[[], None]
     learn: Callable[[int | None], list[str]]
+    bandwidth: Callable[[int], float] | None = None  # bytes/s of memory that all ranks together reach on so many bytes

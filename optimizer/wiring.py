@@ -61,6 +61,7 @@ def real(run: Run, view: View) -> Iterator[Services]:
             run_pair=made.run_pair,
             check_seal=made.check_seal,
             learn=made.learn,
+            bandwidth=made.bandwidth,
         )
 
 
@@ -180,6 +181,11 @@ class _Real:
         self._weights = self._weights or now
         if now != self._weights:
             raise WeightsChanged(f"the files in {self.run.request.model_dir} changed during the run")
+
+    def bandwidth(self, size: int) -> float:
+        """Measured in the oracle's process, on the device that serves. Raises OracleError."""
+        tp = self.run.request.tp
+        return self.oracle.machine(size // tp)[0] * tp
 
     def learn(self, number: int | None) -> list[str]:
         from optimizer.knowledge.learning import learn

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from reports.run_data import Run
+from reports.text import micro
 
 
 def percent(value: object, digits: int = 1) -> str:
@@ -38,9 +39,33 @@ def command(info: dict[str, Any]) -> str:
         ("--protocol", info.get("protocol")),
         ("--attempts", limits.get("attempts")),
         ("--budget-minutes", limits.get("wall_minutes")),
+        ("--max-rejections", limits.get("consecutive_rejections")),
+        ("--gpu-minutes", limits.get("gpu_minutes")),
+        ("--max-usd", limits.get("usd")),
+        ("--devices", ",".join(map(str, info.get("devices") or ())) or None),
+        ("--engine-args", shlex.join(map(str, info.get("engine_args") or ())) or None),
+        ("--knowledge", info.get("knowledge")),
+        ("--without-knowledge", ",".join(info.get("without_knowledge") or ()) or None),
+        *_options(info.get("options") or {}),
+        ("--seed", info.get("seed")),
     ]
     words = [w for flag, value in flags if value is not None for w in (flag, f"{value:g}" if isinstance(value, float) else str(value))]
-    return shlex.join(["optimize", *words])
+    return shlex.join(["optimize", *words, *(["--accept-numeric-drift"] if info.get("accept_numeric_drift") else [])])
+
+
+def _options(options: dict[str, Any]) -> list[tuple[str, object]]:
+    """The proposer's options as they were given on the command line."""
+    named = {"only": ("--skills", ","), "folders": ("--trust-skills", None)}
+    found: list[tuple[str, object]] = []
+    for key, value in options.items():
+        flag, joined = named.get(key, ("--agent-option", ""))
+        if joined:
+            found.append((flag, joined.join(map(str, value))))
+        elif joined is None:
+            found += [(flag, str(v)) for v in value]
+        else:
+            found.append((flag, f"{key}={value}"))
+    return found
 
 
 def judged(run: Run) -> list[tuple[str, str]]:
@@ -63,6 +88,8 @@ def judged(run: Run) -> list[tuple[str, str]]:
         ]  # fmt: skip
     else:
         rows.append(("Noise (A/A)", "not calibrated"))
+    if bound := _bound(run):
+        rows.append(("Lower bound", bound))
     rows += [
         ("Weights sha256", str(info.get("weights_sha256") or "not recorded")),
         ("Root commit", str(info.get("root_commit") or "not recorded")),
@@ -75,8 +102,21 @@ def judged(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
+def _bound(run: Run) -> str:
+    """What the bound in the headline is made of."""
+    found = next((d for d in run.kinds.get("calibrated", ()) if d.get("bandwidth_bytes_per_s")), None)
+    if found is None:
+        return ""
+    size, rate = found["bound_bytes"], found["bandwidth_bytes_per_s"]
+    return f"{micro(found['bound_us_per_token'])} a token: {size / 1e6:,.1f} MB of weights in {run.info.get('dtype')}, at {rate / 1e9:,.1f} GB/s measured before the first candidate"
+
+
 def environment(values: object) -> str:
     if not isinstance(values, dict) or not values:
         return "not recorded"
     flat = [f"{k} {v}" for k, v in sorted(values.items()) if k != "hash" and not isinstance(v, dict | list)]
+    gpus = Counter(str(g.get("name")) for g in values.get("gpus") or () if isinstance(g, dict))
+    flat += [f"{n}x {name}" for name, n in gpus.items()]
+    versions = values.get("versions")
+    flat += [f"{k} {v}" for k, v in sorted(versions.items()) if v] if isinstance(versions, dict) else []
     return "; ".join(flat)

@@ -204,8 +204,8 @@ def _start_us(run: Run) -> float | None:
 
 
 def _bound_us(run: Run) -> float | None:
-    """Lower bound of the time per token, where a capture or the end of the run states one."""
-    for data in (*reversed(run.kinds.get("finished", [])), *reversed(run.kinds.get("captured", []))):
+    """Lower bound of the time per token: bytes that a step must move over the bandwidth that the run measured."""
+    for data in (data for kind in ("finished", "calibrated", "captured") for data in reversed(run.kinds.get(kind, []))):
         value = data.get("bound_us_per_token")
         if isinstance(value, int | float) and value > 0:
             return float(value)

@@ -155,7 +155,8 @@ def build_run(run: Path, *, plans: Sequence[Plan] = PLANS, finished: bool = True
     ledger.add("captured", {"label": "hf", "traces": ["traces/hf/rank0.json.gz"], "tp": 4, "batch": 1, "reference": True,
                             "title": "transformers TP=4", "control_us_per_token": 9100.0})  # fmt: skip
     _pairs(ledger, rng, None, "calibrate", 4, BASE_US, 1.0)
-    ledger.add("calibrated", {"pairs": 4, "log_sd": 0.012, "bias": 0.001, "margin": 0.02, "mde": 0.028})
+    ledger.add("calibrated", {"pairs": 4, "log_sd": 0.012, "bias": 0.001, "margin": 0.02, "mde": 0.028,
+                              "bound_us_per_token": 640.0, "bound_bytes": 6_400_000, "bandwidth_bytes_per_s": 1e10})  # fmt: skip
     level = BASE_US
     for number, plan in enumerate(plans, 1):
         level = _attempt(ledger, rng, run, number, plan, level)

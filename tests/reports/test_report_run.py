@@ -56,6 +56,14 @@ def test_headline_is_recomputed_from_the_pairs(run: Path, text: str) -> None:
     assert f"{micro(before)} per token" in text and f"{micro(after)} per token" in text
 
 
+def test_the_bound_is_bytes_over_bandwidth_of_the_ledger_and_stands_in_the_headline(run: Path, text: str) -> None:
+    found = next(line["data"] for line in _lines(run) if line["kind"] == "calibrated")
+    us = found["bound_bytes"] / found["bandwidth_bytes_per_s"] * 1e6
+    assert us == pytest.approx(found["bound_us_per_token"])
+    assert f"lower bound per token: {micro(us)}" in text
+    assert "6.4 MB of weights in float32, at 10.0 GB/s measured" in text
+
+
 def test_measured_savings_are_medians_of_the_confirmation(run: Path, text: str) -> None:
     accepted = [a for a in run_data.read(run).attempts if a.outcome == "accepted"]
     assert [a.number for a in accepted] == [1, 2, 5]
@@ -221,6 +229,19 @@ def test_the_view_of_a_series_predicts_its_sum() -> None:
     attempt = run_data.Attempt(1, proposed=[{"mechanism": "a", "predicted_us": 10.0}, {"mechanism": "b", "predicted_us": 32.0}])
     assert attempt.predicted_us == 42.0
     assert attempt.mechanism == "a + b"
+
+
+def test_the_command_repeats_everything_that_was_asked_for() -> None:
+    info = {
+        "metric": "tok/s", "tp": 1, "devices": [0, 1], "engine_args": ["--num-kv-blocks", "4096"], "seed": 5, "accept_numeric_drift": True,
+        "limits": {"attempts": 3, "consecutive_rejections": 8}, "options": {"only": ["a", "b"], "model": "x"}, "without_knowledge": ["all"],
+    }  # fmt: skip
+    said = run_judged.command(info)
+    for words in (
+        "--devices 0,1", "--engine-args '--num-kv-blocks 4096'", "--skills a,b", "--agent-option model=x", "--max-rejections 8",
+        "--without-knowledge all", "--seed 5", "--accept-numeric-drift",
+    ):  # fmt: skip
+        assert words in said
 
 
 def test_the_command_is_spelled_out_when_the_run_kept_none() -> None:
