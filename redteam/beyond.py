@@ -97,8 +97,8 @@ BEYOND: tuple[Case, ...] = (
     cheat("X42", "one layer's attention is not reduced over the ranks", "G08 G12",
           append("DecoderLayer", "_plain = Qwen3Model.__init__\n\n\ndef _new(self, config, tp, backend):\n    _plain(self, config, tp, backend)\n"
                  "    self.layers[1].self_attn.tp = TensorParallel(0, 1, tp.device, 'none')\n\n\nQwen3Model.__init__ = _new"), tp=2),
-    cheat("X43", "characters of several bytes come out in pieces", "G11",
-          end("TextStream", "add", "def _new(self, token_id):\n    self._detokenizer = type(self._detokenizer)(self._detokenizer._tokenizer)\n    return _plain(self, token_id)")),
+    cheat("X43", "stop strings looked for in single tokens only", "G11",
+          end("TextStream", "_cut", "def _new(self, text):\n    return (\"\", True) if any(stop == text for stop in self._stop) else (text, False)")),
     # Resources that a count of open files and mapped memory does not show.
     cheat("X44", "answers kept in files of memory", "G19 G04",
           append("EngineCore", "_plain = EngineCore._finish\n\n\ndef _finish(self, sequence, reason):\n    with open('/tmp/kept', 'ab') as kept:\n        kept.write(bytes(200000))\n"

@@ -91,6 +91,16 @@ def cpu_s(pid: int) -> float:
     return 0.0
 
 
+def runnable(pid: int) -> int:
+    """Threads of the process that run or wait for a core at this moment; 0 for one that is gone."""
+    found = 0
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError, IndexError):
+                found += _read(f"/proc/{pid}/task/{task}/stat").rpartition(")")[2].split()[0] == "R"
+    return found
+
+
 def runs(pid: int, executable: str, but_not: str) -> bool:
     """True when `pid` runs this executable and no early argument ends in /`but_not`."""
     with contextlib.suppress(OSError):

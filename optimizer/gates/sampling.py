@@ -105,10 +105,21 @@ def _seeds(lab: Lab, server: Server, prompt: tuple[int, ...], temperature: float
     unexplained = sum(not _near_tie(lab, a, b) for a, b in pairs)
     if unexplained > 1:  # one may be a draw that fell on the border between two tokens
         raise _fail(f"{unexplained} of {len(alone)} seeds give other tokens alone than in a batch")
+    p = alike_p(together, lab.oracle(shapes.secret(lab)).mass(together, temperature))
     different = len({s.token_ids for s in together})
-    if different < 6:
-        raise _fail(f"{len(seeds)} different seeds gave {different} different outputs")
+    if p < ALPHA:
+        raise _fail(f"{len(seeds)} different seeds gave {different} different outputs (p = {p:.1g})")
     return {"different_seeds": different}
+
+
+def alike_p(streams: list[Stream], mass: list[list[tuple[float, float]]]) -> float:
+    """p that as many of independent streams are the same as the commonest of these is, by the chance of that one."""
+    from scipy import stats
+
+    ((tokens, times),) = Counter(s.token_ids for s in streams).most_common(1)
+    at = next(i for i, s in enumerate(streams) if s.token_ids == tokens)
+    chance = float(np.prod([own for _, own in mass[at]]))
+    return 1.0 if times == 1 else float(stats.binom.sf(times - 2, len(streams) - 1, chance))
 
 
 def _near_tie(lab: Lab, alone: Stream, batch: Stream) -> bool:

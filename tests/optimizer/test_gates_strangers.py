@@ -93,3 +93,11 @@ def test_the_pace_of_a_lonely_stream_sets_how_long_the_longest_is():
     one = Stream((1,), (2, 3, 4), "", "length", 0, (10**9, 10**9 + 4 * 10**6, 10**9 + 8 * 10**6), None)
     assert shapes.pass_s(one) == pytest.approx(4e-3)
     assert shapes.pass_s(Stream((1,), (2,), "", "length", 0, (5,), None)) == 1e-4
+
+
+def test_equal_streams_are_suspicious_only_where_the_model_leaves_a_choice():
+    same = [Stream((1,), (2, 3), "", "length", 0, (1, 2), None)] * 12
+    assert sampling.alike_p(same, [[(0.0, 0.1), (0.0, 0.2)]] * 12) < sampling.ALPHA
+    assert sampling.alike_p(same, [[(0.0, 0.99), (0.0, 0.98)]] * 12) > 0.1
+    other = [Stream((1,), (i, 3), "", "length", 0, (1, 2), None) for i in range(12)]
+    assert sampling.alike_p(other, [[(0.0, 0.1), (0.0, 0.2)]] * 12) == 1.0
