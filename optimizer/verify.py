@@ -1,22 +1,28 @@
 """`optimize verify`: check offline that a run's accepted patches were judged by the sealed gates.
 
-The ledger's chain must be whole, every line under one seal that is this checkout's, the commits and their trailers
-as the ledger has them, every accepted attempt with all its stages, and the weights unchanged. What cannot be looked at
+The ledger's chain must be whole, every line under one seal that is this checkout's, run.json as the run was started, the
+commits, their programs and their trailers as the ledger has them, every accepted attempt with all its stages, its patches
+those that were proposed, and the weights unchanged. What cannot be looked at
 here (an older seal that the run kept, random weights that are on another machine) is said and is no failure. Not for:
 judging anything again.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from optimizer import seal, state
+from optimizer.candidate import patch_sha
 from optimizer.ledger import Ledger, LedgerBroken, Line
+from optimizer.patching import ast_hash
 from optimizer.run import Run, load
 from optimizer.runrepo import GitError
+from optimizer.serial import build, plain
 from optimizer.truth import weights
+from optimizer.types import Series
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +41,29 @@ def verify(place: Path) -> list[Check]:
         return [Check("ledger chain", False, str(error))]
     lines = run.ledger.lines()
     found = [Check("ledger chain", True, "; ".join([f"{len(lines)} lines", *notes]))]
-    found += [_seal(run), _one_seal(run, lines), _weights(run)]
+    found += [_ended(lines), _request(run, lines), _seal(run), _one_seal(run, lines), _weights(run)]
     found += _commits(run, lines)
     return found
+
+
+def _ended(lines: Sequence[Line]) -> Check:
+    """Lines that were cut off at the end leave a whole chain: only the missing last word shows them."""
+    last = lines[-1]["kind"] if lines else "nothing"
+    if any(line["kind"] == "finished" for line in lines):
+        return Check("end of the ledger", True)
+    return Check("end of the ledger", None, f"the run has no `finished` line (its last is {last}): it goes on, or the end was cut off")
+
+
+def _request(run: Run, lines: Sequence[Line]) -> Check:
+    """What was asked for is in run.json, and in the ledger's first line."""
+    started = next((line["data"] for line in lines if line["kind"] == "run_started"), None)
+    if started is None:
+        return Check("run.json", False, "the ledger has no `run_started` line")
+    now = plain(run.request)
+    moved = {"model_dir", "target_dir", "python", "knowledge"}  # a run may be looked at on another machine
+    other = sorted(k for k, v in now.items() if k in started and k not in moved and started[k] != v)
+    detail = "; ".join(f"{name} is {str(now[name])[:60]!r}, the run was started with {str(started[name])[:60]!r}" for name in other)
+    return Check("run.json", not other, detail)
 
 
 def _seal(run: Run) -> Check:
@@ -79,7 +105,7 @@ def _commits(run: Run, lines: Sequence[Line]) -> Iterator[Check]:
     for attempt in state.attempts(lines):
         if attempt.end is None or attempt.end["kind"] != "accepted":
             continue
-        problems = [*_stages(attempt), *_trailers(run, attempt, by_hash)]
+        problems = [*_stages(attempt), *_trailers(run, attempt, by_hash), *_patches(run, attempt)]
         known.update(attempt.end["data"]["commits"])
         yield Check(f"attempt {attempt.number}", not problems, "; ".join(problems))
     final = state.incumbent(lines, run.base)
@@ -110,6 +136,25 @@ def _stages(attempt: state.Attempt) -> list[str]:
         ends = [d for d in attempt.data(kind) if d.get("member") is None]
         if not any(d["passed"] or (looked and d.get("parked")) for d in ends):
             problems.append(f"not {kind}")
+    return problems
+
+
+def _patches(run: Run, attempt: state.Attempt) -> list[str]:
+    """The patches on disk and the programs in the repository are those that were proposed."""
+    assert attempt.end is not None
+    proposed, problems = attempt.data("proposed"), []
+    for commit, line in zip(attempt.end["data"]["commits"], proposed, strict=False):
+        if run.repo.has(commit) and ast_hash(run.repo.sources(commit, run.target.editable)) != line["ast_hash"]:
+            problems.append(f"commit {commit[:12]} holds another program than was proposed (ast_hash)")
+    place = run.attempt_dir(attempt.number) / "patch.json"
+    if not place.is_file():
+        return problems
+    try:
+        kept = [patch_sha(patch) for patch in build(Series, json.loads(place.read_text("utf-8"))).patches]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return [*problems, f"patch.json cannot be read: {error}"]
+    if kept != [line["patch_sha"] for line in proposed]:
+        problems.append("patch.json holds other patches than were proposed (patch_sha)")
     return problems
 
 

@@ -173,6 +173,60 @@ def test_a_chain_that_was_forged_whole_is_still_found_by_what_it_says(copy):
     assert "Ledger-hash" in problems["attempt 1"]
 
 
+def failed(place: Path) -> dict[str, str]:
+    return {check.what: check.detail for check in verify(place) if check.ok is False}
+
+
+def test_swapped_patches_are_found(copy, monkeypatch):
+    monkeypatch.setattr(seal, "verify", lambda: None)
+    one, two = copy / "attempts" / "1" / "patch.json", copy / "attempts" / "2" / "patch.json"
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    found = failed(copy)
+    assert set(found) == {"attempt 1", "attempt 2"} and "patch_sha" in found["attempt 1"]
+    one.write_bytes(first)
+    two.write_text('{"patches": 7}')
+    assert "patch.json cannot be read" in failed(copy)["attempt 2"]
+
+
+def test_a_program_that_was_not_proposed_is_found(copy):
+    """All of the chain and the trailers forged: the commit's program still is not the one that was proposed."""
+    run = load(copy)
+    old = final(run)
+    other = run.repo.commit_sources(f"{old}~1", {"model.py": "x = 1\n"}, "a", "", {})
+    commit = run.repo.git("commit-tree", run.repo.tree_of(other), "-p", f"{old}~1", "-F", "-", stdin=run.repo.message(old) + "\n").strip()
+    run.repo.set_incumbent(commit)
+    path = copy / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(old.encode(), commit.encode()))
+    lines, prev, names = [json.loads(raw) for raw in path.read_bytes().splitlines()], "0" * 64, {}
+    for line in lines:
+        text = canonical(line)
+        for before, after in names.items():
+            text = text.replace(before.encode(), after.encode())
+        line.update(json.loads(text))
+        line["prev"], was = prev, line["hash"]
+        line["hash"] = prev = names[was] = line_hash(line)
+    path.write_bytes(b"".join(canonical(line) + b"\n" for line in lines))
+    assert "(ast_hash)" in " ".join(failed(copy).values())
+
+
+def test_a_request_that_was_changed_afterwards_is_found(copy, monkeypatch):
+    monkeypatch.setattr(seal, "verify", lambda: None)
+    raw = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**raw, "accept_numeric_drift": True}))
+    assert "accept_numeric_drift is 'True'" in failed(copy)["run.json"]
+
+
+def test_lines_cut_off_at_the_end_are_said(copy):
+    path = copy / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])
+    found = {check.what: check for check in verify(copy)}
+    assert "20 bytes" in found["ledger chain"].detail or "torn" in found["ledger chain"].detail
+    assert found["end of the ledger"].ok is None and "cut off" in found["end of the ledger"].detail
+
+
 def test_a_commit_that_the_ledger_does_not_know_is_found(copy):
     run = load(copy)
     run.repo.set_incumbent(run.repo.commit_sources(final(run), {"model.py": "x = 1\n"}, "smuggled", "", {}))
