@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.headline_cells import Job, Terms
 from optimizer import fingerprint
+from optimizer.recorded import whole_copy
 from optimizer.run import load
 from optimizer.runrepo import RunRepo
 from optimizer.target import load_target
@@ -105,7 +106,7 @@ def our_arms(options: argparse.Namespace, model: Path) -> tuple[LaunchSpec, Laun
     if (where / "run.json").is_file():
         run = load(where)
         target = run.target
-        repo = RunRepo(run.repo.git_dir, trees)
+        repo = whole_copy(run, (options.place / "ours.git").resolve(), trees)
         final, base = repo.incumbent(), run.base
         args = run.request.engine_args if args is None else args
         label = f"run {run.request.id}, commit {final[:12]}"

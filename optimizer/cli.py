@@ -226,6 +226,33 @@ def verify(run: Which = None, runs: Runs = RUNS) -> None:
 
 
 @app.command()
+def reproduce(
+    run: Which = None,
+    patch: Annotated[int | None, typer.Option("--patch", help="one accepted attempt by its number; the first engine against the final one if left out")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="weights where the run's are not here; a real model folder, or one with the run's config.json")] = None,
+    pairs: Annotated[int | None, typer.Option("--pairs", help="fresh launches of both; as many as the run's protocol if left out")] = None,
+    devices: Annotated[str, typer.Option("--devices", help="GPUs to use: 0,1")] = "",
+    keep: Annotated[Path | None, typer.Option("--keep", help="folder of what is done here")] = None,
+    unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="where no sandbox works")] = False,
+    runs: Runs = RUNS,
+) -> None:
+    """Apply, gate and time a run's accepted patches again on this machine, from its base commit."""
+    from optimizer import reproduce as again
+    from optimizer.run import find, load
+    from optimizer.view import Terminal
+
+    if pairs is not None and pairs < 2:
+        _fail("--pairs: an interval needs at least 2")
+    wanted = again.Options(patch, model, pairs, tuple(int(n) for n in devices.split(",") if n.strip()), keep, unsafe_no_sandbox)
+    view = Terminal(console())
+    with view.live():
+        found = again.reproduce(load(find(runs, run)), wanted, view)
+    for line in again.said(found):
+        console().print(line, markup=False, highlight=False)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
 def bench(
     run: Which = None,
     aiperf: Annotated[bool, typer.Option("--aiperf", help="AIPerf beside our own client, over HTTP")] = False,
@@ -316,7 +343,7 @@ def _known(error: Exception) -> bool:
     names = {
         "Refused", "TargetError", "RunError", "LedgerBroken", "LedgerBusy", "NotApplied", "NothingToExport",
         "SealBroken", "Differs", "LaunchError", "SandboxError", "OracleError", "DiagnoseError", "WeightsChanged",
-        "BlueprintError", "ReviewError", "AblationError", "ReplayError", "AiperfError",
+        "BlueprintError", "ReviewError", "AblationError", "ReplayError", "AiperfError", "BaselineError", "BaselineCaptureError", "ReproduceError",
     }  # fmt: skip
     return type(error).__name__ in names
 

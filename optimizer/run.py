@@ -23,6 +23,7 @@ from optimizer.target import TargetError, parse_target
 from optimizer.types import LaunchSpec, Pair, Target
 
 SCHEMA = 1
+MODEL_CONFIG = "model_config.json"  # beside run.json, where the weights were drawn from a seed
 
 
 class RunError(Exception):
