@@ -10,6 +10,7 @@ judging anything again.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,12 +140,18 @@ def _stages(attempt: state.Attempt) -> list[str]:
     return problems
 
 
+def _same_python(run: Run) -> bool:
+    """Syntax trees, and so their hashes, are comparable only under the Python that the run was made with."""
+    recorded = str(run.request.environment.get("python") or "").split(".")[:2]
+    return len(recorded) < 2 or recorded == [str(part) for part in sys.version_info[:2]]
+
+
 def _patches(run: Run, attempt: state.Attempt) -> list[str]:
     """The patches on disk and the programs in the repository are those that were proposed."""
     assert attempt.end is not None
     proposed, problems = attempt.data("proposed"), []
     for commit, line in zip(attempt.end["data"]["commits"], proposed, strict=False):
-        if run.repo.has(commit) and ast_hash(run.repo.sources(commit, run.target.editable)) != line["ast_hash"]:
+        if _same_python(run) and run.repo.has(commit) and ast_hash(run.repo.sources(commit, run.target.editable)) != line["ast_hash"]:
             problems.append(f"commit {commit[:12]} holds another program than was proposed (ast_hash)")
     place = run.attempt_dir(attempt.number) / "patch.json"
     if not place.is_file():
