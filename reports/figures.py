@@ -99,7 +99,7 @@ def waterfall(
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: tick(v) if v else "0"))
         handles = [Patch(color=palette.GREEN, label="measured saving"),
                    Patch(facecolor="none", edgecolor=palette.BLACK, linestyle="--", label="predicted saving")]  # fmt: skip
-        axes.legend(handles=handles, loc="upper right", frameon=False)
+        axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)  # off the lines
     return figure
 
 
@@ -117,8 +117,7 @@ def _waterfall_step(axes: Axes, at: int, step: WaterfallStep, floor: float) -> N
         axes.add_patch(
             Rectangle((at - 0.36, bottom), 0.72, step.before_us - bottom, fill=False, ls="--", lw=1, ec=palette.BLACK)
         )
-    saved = step.measured_us if step.measured_us is not None else step.before_us - step.after_us
-    axes.text(at, high, f"{'−' if saved >= 0 else '+'}{micro(abs(saved))}", ha="center", va="bottom")
+    axes.text(at, high, f"{step.before_us / step.after_us:.2f}x", ha="center", va="bottom")
 
 
 def _references(axes: Axes, references: Sequence[Reference], floor: float, top: float, log: bool) -> None:

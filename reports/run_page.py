@@ -79,7 +79,8 @@ class Headline:
     interval: str
     basis: str  # where the numbers come from
     goal: str
-    bound: str
+    bound: str  # least time per token
+    bound_rate: str  # the same as tok/s; "" where it is not known
 
 
 @dataclass(slots=True)
@@ -158,11 +159,14 @@ def _headline(run: Run) -> Headline:
     found, product = run.headline, run.product
     bound = _bound_us(run)
     if found is not None and found.a_us and found.b_us:
-        basis = f"{found.pairs} interleaved pairs of the first and the last engine after the loop"
+        basis = (
+            f"{found.pairs} interleaved pairs of the first and the last engine after the loop. The speed-up is the geometric mean "
+            "of the pairs' ratios, before and after are medians: on a noisy machine their quotient differs"
+        )
         return Headline(
             f"{times(found.ratio)} ({interval(found)}, 95 %)", tok_s(found.a_us), tok_s(found.b_us), micro(found.a_us),
             micro(found.b_us), times(found.ratio), interval(found), basis, goal(run.info),
-            micro(bound) if bound else "not known",
+            *_bound_words(bound),
         )  # fmt: skip
     start = _start_us(run)
     if product is not None and product.ratio:
@@ -175,14 +179,18 @@ def _headline(run: Run) -> Headline:
         return Headline(
             f"{times(product.ratio)} (product of confirmations, no interval)", tok_s(start), tok_s(after),
             micro(start) if start else "n/a", micro(after) if after else "n/a", times(product.ratio), "n/a", basis,
-            goal(run.info), micro(bound) if bound else "not known",
+            goal(run.info), *_bound_words(bound),
         )  # fmt: skip
     words = "no patch accepted" if run.attempts else "stopped before the first attempt"
     return Headline(
         words, tok_s(start), tok_s(start), micro(start) if start else "n/a", micro(start) if start else "n/a", "1.00x",
         "n/a", "calibration pairs" if start else "nothing was timed", goal(run.info),
-        micro(bound) if bound else "not known",
+        *_bound_words(bound),
     )  # fmt: skip
+
+
+def _bound_words(bound: float | None) -> tuple[str, str]:
+    return (micro(bound), tok_s(bound)) if bound else ("not known", "")
 
 
 def _start_us(run: Run) -> float | None:
@@ -311,7 +319,7 @@ def _waterfall(run: Run) -> tuple[float, list[WaterfallStep], float | None] | No
             continue
         after = level * best[1].ratio
         label = f"{attempt.number} {attempt.mechanism}"
-        steps.append(WaterfallStep(label, level, after, attempt.predicted_us, best[1].saved_us))
+        steps.append(WaterfallStep(label, level, after, attempt.predicted_us))
         level = after
     return start, steps, headline.b_us if headline else None
 

@@ -13,7 +13,6 @@ class WaterfallStep:
     before_us: float
     after_us: float
     predicted_us: float | None  # predicted saving
-    measured_us: float | None  # measured saving, for the label
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def test_the_bound_is_bytes_over_bandwidth_of_the_ledger_and_stands_in_the_headl
     found = next(line["data"] for line in _lines(run) if line["kind"] == "calibrated")
     us = found["bound_bytes"] / found["bandwidth_bytes_per_s"] * 1e6
     assert us == pytest.approx(found["bound_us_per_token"])
-    assert f"lower bound per token: {micro(us)}" in text
+    assert f"<b>{micro(us)}</b><span>at most {1e6 / us:,.1f} tok/s" in text
     assert "6.4 MB of weights in float32, at 10.0 GB/s measured" in text
 
 
