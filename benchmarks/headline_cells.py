@@ -152,7 +152,7 @@ def unfair(terms: Terms, said: Stated, max_model_len: int | None) -> list[str]:
         found.append(f"KV cache in {said.kv_dtype}")
     if said.prefix_caching is not False:
         found.append(f"prefix caching is {said.prefix_caching}")
-    if said.prefix_hits != 0:
+    if said.prefix_hits or (said.prefix_hits is None and said.prefix_caching is not False):
         found.append(f"{said.prefix_hits} tokens came from a prefix cache")
     if said.preemptions:
         found.append(f"{said.preemptions:g} requests were preempted: its cache is too small")

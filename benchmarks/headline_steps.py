@@ -24,6 +24,7 @@ from benchmarks.headline_sitting import Sitting
 from optimizer import stats
 from optimizer.confine.launch import LaunchError, Server, launch
 from optimizer.confine.sandbox import SandboxError
+from optimizer.environment import query_gpus
 from optimizer.outside import Outside, OutsideError, serve
 from optimizer.target import load_target
 from optimizer.traffic.client import Client, ClientError
@@ -217,7 +218,8 @@ def _take_turns(sitting: Sitting, servers: dict[str, Client], generator: LoadGen
         longest = max(longest, time.monotonic() - began)
         ms = {name: turn.ms for name, turn in turns.items()}
         bunched = {name: list(turn.bunched) for name, turn in turns.items()}
-        sitting.emit("pair", **same, index=index, order=list(order), ms=ms, bunched=bunched, prompts_sha=cells.sha(work))
+        cards = [asdict(card) for card in query_gpus(sitting.gpus(sitting.options.gpu) + sitting.gpus(same["vllm_gpu"]))] if sitting.options.device == "cuda" else []
+        sitting.emit("pair", **same, index=index, order=list(order), ms=ms, bunched=bunched, prompts_sha=cells.sha(work), gpus=cards)
         taken += 1
         yield cells.agreement(turns["ours"].streams, turns["vllm"].streams)
 

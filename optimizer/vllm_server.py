@@ -104,6 +104,7 @@ class Stated:
 
 _ENGINE_LINE = re.compile(r"Initializing a V1 LLM engine \(v([^)]+)\) with config: (.*)")
 _BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention )?backend")
+_CACHE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? ([-+.0-9eE]+|NaN)$", re.M)
 
 
@@ -112,7 +113,8 @@ def stated(log: str, metrics: str) -> Stated:
     line = _ENGINE_LINE.search(log)
     about = line[2] if line else ""
     cache = _labels(metrics, "vllm:cache_config_info")
-    blocks, size = cache.get("num_gpu_blocks", ""), cache.get("block_size", "")
+    blocks, size, logged = cache.get("num_gpu_blocks", ""), cache.get("block_size", ""), _CACHE.search(log)
+    tokens = int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else int(logged[1].replace(",", "")) if logged else None
     caching = cache.get("enable_prefix_caching") or _field(about, "enable_prefix_caching")
     backend = _BACKEND.search(log)
     dtype = _field(about, "dtype")
@@ -123,7 +125,7 @@ def stated(log: str, metrics: str) -> Stated:
         prefix_caching=None if caching is None else caching == "True",
         prefix_hits=_total(metrics, "vllm:prefix_cache_hits_total"),
         preemptions=_total(metrics, "vllm:num_preemptions_total"),
-        kv_tokens=int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else None,
+        kv_tokens=tokens,
         attention_backend=backend[1] if backend else None,
     )
 

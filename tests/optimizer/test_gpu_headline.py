@@ -16,7 +16,7 @@ from benchmarks import headline_cells as cells
 from benchmarks.headline_settings import DEFAULTS, JOINED, SETTINGS, joined
 from optimizer.traffic.client import Request
 from optimizer.types import Stream
-from optimizer.vllm_server import Common, Setting, command, stated
+from optimizer.vllm_server import Common, Setting, Stated, command, stated
 
 DIMENSIONS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8}
 OURS_S = 0.002  # a step of the fake engine here: half of the stand-in's fastest
@@ -141,6 +141,22 @@ def test_what_a_server_does_not_say_counts_against_it():
     nothing = stated("", "")
     against = cells.unfair(cells.Terms("bfloat16", 8192, 65536), nothing, None)
     assert len(against) == 6, against
+
+
+LOG = (
+    "(EngineCore pid=7) INFO 11-29 20:00:00 [core.py:115] Initializing a V1 LLM engine (v0.25.1) with config: model='/m', tokenizer='/m', "
+    "skip_tokenizer_init=True, dtype=torch.bfloat16, max_seq_len=8192, quantization=None, kv_cache_dtype=auto, device_config=cuda, "
+    "enable_prefix_caching=False, compilation_config={'mode': 3}\n"
+    "(EngineCore pid=7) INFO 11-29 20:00:09 [cuda.py:477] Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN'].\n"
+    "(EngineCore pid=7) INFO 11-29 20:00:10 [kv_cache_utils.py:9] GPU KV cache size: 65,536 tokens\n"
+)
+
+
+def test_a_server_is_taken_at_its_log_where_its_metrics_do_not_say():
+    said = stated(LOG, 'vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n')
+    assert said == Stated("0.25.1", "bfloat16", "auto", False, None, None, 65536, "FLASH_ATTN")
+    assert cells.unfair(cells.Terms("bfloat16", 8192, 65536), said, 8192) == []
+    assert cells.unfair(cells.Terms("bfloat16", 4096, 65536), said, 8192) == ["max_model_len 8192, asked for 4096"]
 
 
 def _stream(*arrivals_ms: float) -> Stream:
