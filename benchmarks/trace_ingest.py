@@ -1,10 +1,12 @@
 """How fast and how small loading and analysing traces is, beside the peers, on the same files in the same session.
 
-    python -m benchmarks.trace_ingest [--peers] [--gigabyte] [--ranks] [--findings] [FILES...]
+    python -m benchmarks.trace_ingest [--peers] [--tracelens SOURCE] [--gigabyte] [--ranks] [--findings] [FILES...]
 
 Prints a table of CPU seconds (user and system, best of three) and peak memory. Without FILES it takes the largest
 traces of the reference folder beside the checkout. `--peers` installs Holistic Trace Analysis 0.5.0 and AMD TraceLens
-(git; the name on PyPI is another project) into environments of their own under runs/peers (once) and runs them too.
+(git; the name on PyPI is another project) into environments of their own under runs/peers (once) and runs them too;
+`--tracelens` says where TraceLens comes from: a git address, or a folder with a clone or with its sources.
+"times" is the peer's CPU time over ours on that file, "MB/MB" the peak memory over the size of the JSON.
 Not for: whether the answers are right (tests/trace_diff).
 """
 
@@ -66,10 +68,7 @@ _TRACELENS = _MEASURE.format(
     "    t.get_df_kernel_launchers_unique_args(k); t.get_df_kernels()\n",
     work="every(sys.argv[1])",
 )
-_PACKAGES = {
-    "hta": ["HolisticTraceAnalysis==0.5.0", "pandas>=2.3,<3", "setuptools"],
-    "tracelens": ["git+https://github.com/AMD-AGI/TraceLens"],
-}
+TRACELENS = "https://github.com/AMD-AGI/TraceLens"
 
 
 def _run(python: str, code: str, path: Path) -> tuple[float, float] | None:
@@ -83,19 +82,30 @@ def _run(python: str, code: str, path: Path) -> tuple[float, float] | None:
     return None
 
 
-def _peer(name: str) -> str | None:
-    """Python of a peer's own environment, made on first use; None where it cannot be installed."""
+def _peer(name: str, packages: list[str]) -> str | None:
+    """Python of a peer's own environment, made when `packages` were not put there yet; None where that fails."""
     home = PEERS / name
-    python = home / "bin" / "python"
-    if not (home / ".ready").exists():
+    python, ready = home / "bin" / "python", home / ".ready"
+    if not ready.is_file() or ready.read_text() != repr(packages):
         home.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        done = subprocess.run([str(python), "-m", "pip", "install", "-q", *_PACKAGES[name]], check=False)
+        done = subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=False)
         if done.returncode:
-            print(f"{name}: cannot be installed here; left out", file=sys.stderr)
+            print(f"{name}: cannot be installed here from {packages[0]}; left out", file=sys.stderr)
             return None
-        (home / ".ready").touch()
+        ready.write_text(repr(packages))
     return str(python)
+
+
+def _packages(tracelens: str) -> dict[str, list[str]]:
+    """What each peer is installed from."""
+    local = Path(tracelens)
+    bare = local.is_dir() and (local / "HEAD").is_file()
+    if not local.is_dir():
+        source = f"git+{tracelens}"
+    else:
+        source = f"git+file://{local.resolve()}" if bare or (local / ".git").is_dir() else str(local.resolve())
+    return {"hta": ["HolisticTraceAnalysis==0.5.0", "pandas>=2.3,<3", "setuptools"], "tracelens": [source]}
 
 
 def _size(path: Path) -> float:
@@ -106,25 +116,27 @@ def _size(path: Path) -> float:
     return sum(len(c) for c in chunks(path, NoteBook())) / 1e6
 
 
-def files_table(files: list[Path], peers: bool) -> None:
+def files_table(files: list[Path], peers: bool, tracelens: str = TRACELENS) -> None:
     """Load plus all analyses, per file and tool."""
     tools: dict[str, tuple[str, str]] = {"trace_diff": (sys.executable, _OURS)}
     if peers:
+        packages = _packages(tracelens)
         for name, code in (("hta", _HTA), ("tracelens", _TRACELENS)):
-            python = _peer(name)
+            python = _peer(name, packages[name])
             if python:
                 tools[name] = (python, code)
-    print(f"{'file':46} {'MB':>6} " + " ".join(f"{t + ' s':>13} {'MB':>6} {'times':>6}" for t in tools))
+    print(f"{'file':46} {'MB':>6} " + " ".join(f"{t + ' s':>13} {'MB/MB':>6} {'times':>6}" for t in tools))
     for path in files:
-        row, ours = f"{path.name[:46]:46} {_size(path):6.1f} ", None
+        size = _size(path)
+        row, ours = f"{path.name[:46]:46} {size:6.1f} ", None
         for python, code in tools.values():
             got = _run(python, code, path)
             if got is None:
                 row += f"{'fails':>13} {'':>6} {'':>6} "
                 continue
             ours = ours or got[0]
-            row += f"{got[0]:13.3f} {got[1]:6.0f} {got[0] / ours:6.1f} "
-        print(row)
+            row += f"{got[0]:13.3f} {got[1] / size:6.1f} {got[0] / ours:6.1f} "
+        print(row, flush=True)
 
 
 def write_big(path: Path, megabytes: int) -> None:
@@ -219,6 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--peers", action="store_true", help="also measure HTA and TraceLens")
+    parser.add_argument("--tracelens", metavar="SOURCE", default=TRACELENS, help="git address or folder; default %(default)s")
     parser.add_argument("--gigabyte", action="store_true", help="a synthetic trace of 1 GB")
     parser.add_argument("--ranks", action="store_true", help="eight ranks of 50 MB")
     parser.add_argument("--findings", action="store_true", help="a small trace from file to findings")
@@ -226,7 +239,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     files = options.files or [SHARED / f for f in LARGEST if (SHARED / f).is_file()]
     if files:
-        files_table([f.resolve() for f in files], options.peers)
+        files_table([f.resolve() for f in files], options.peers, options.tracelens)
     if options.gigabyte:
         gigabyte()
     if options.ranks:

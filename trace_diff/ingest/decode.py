@@ -55,11 +55,12 @@ _flows = msgspec.json.Decoder(list[Flow])
 _event = msgspec.json.Decoder(Event)
 
 
-def decode_events(text: bytes) -> list[Event]:
+def decode_events(text: bytes | memoryview) -> list[Event]:
     """Events of `text`, the inside of an array. Raises UNREADABLE unless all of it is well formed."""
-    events = _events.decode(b"[" + text + b"]")
-    if not text.isascii():
-        text.decode()  # skipped fields are not checked by the decoder; UnicodeDecodeError is a ValueError
+    whole = b"".join((b"[", text, b"]"))
+    events = _events.decode(whole)
+    if not whole.isascii():
+        whole.decode()  # skipped fields are not checked by the decoder; UnicodeDecodeError is a ValueError
     return events
 
 

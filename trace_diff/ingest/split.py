@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     `offset` is where that text stands in the file's text, -1 where it was mended.
     """
 
-    text: bytes
+    text: bytes | memoryview
     events: list[Event]
     offset: int
 
@@ -140,7 +140,7 @@ class Splitter:
         if not final:
             end, start = last_boundary(self._buffer)
             if end > 0:
-                text = self._buffer[:end]
+                text = memoryview(self._buffer)[:end]  # no copy of half a megabyte
                 events = _strictly(text)
                 if events is not None:
                     offset = self._offset
@@ -225,7 +225,7 @@ class Splitter:
             self._notes.say("text after the trace was left out")
 
 
-def _strictly(text: bytes) -> list[Event] | None:
+def _strictly(text: bytes | memoryview) -> list[Event] | None:
     """Events, or None where the text is not well formed."""
     try:
         return decode_events(text)

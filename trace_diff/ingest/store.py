@@ -34,7 +34,7 @@ class ArgStore:
 
     def add(self, batch: Batch) -> None:
         """Remember one batch; mended text is kept, because the file does not have it."""
-        self._texts.append(batch.text if batch.offset < 0 else None)
+        self._texts.append(bytes(batch.text) if batch.offset < 0 else None)
         self._places.append((batch.offset, len(batch.text)))
 
     def blocks(self) -> list[bytes]:
