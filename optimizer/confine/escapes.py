@@ -286,32 +286,36 @@ def _confinement(level: SandboxLevel, got: dict[str, object], side: dict[str, ob
     def held(name: str) -> bool:
         return name in got and got[name] is not True
 
-    yield "remount / writable", held("remount"), str(got.get("remount"))
+    def said(name: str) -> str:
+        value = got.get(name)
+        return "it worked" if value is True else "refused" if value is False else str(value).removeprefix("no: ")
+
+    yield "remount / writable", held("remount"), said("remount")
     for name, what in (
         ("write_system", "write below /usr"),
         ("write_tree", "write to its tree"),
         ("write_weights", "write to the weights"),
     ):
-        yield what, held(name), str(got.get(name))
-    yield "read a host file", held("read_host"), str(got.get("read_host"))
+        yield what, held(name), said(name)
+    yield "read a host file", held("read_host"), said("read_host")
     yield (
         "read secrets from /proc/*/environ",
         got.get("environ") == [],
-        str(got.get("environ")),
+        f"found in {got.get('environ')}" if got.get("environ") else "none found",
     )
-    yield "reach a host TCP port", held("network") if own else None, str(got.get("network"))
-    yield "reach a host abstract socket", held("abstract") if own else None, str(got.get("abstract"))
-    yield "signal a host process", held("signal") if own else None, str(got.get("signal"))
-    yield "ptrace", held("ptrace"), str(got.get("ptrace"))
-    yield "new user namespace", held("unshare"), str(got.get("unshare"))
-    yield "set the clock", held("clock"), str(got.get("clock"))
-    yield "hold a capability", held("capabilities"), str(got.get("capabilities"))
+    yield "reach a host TCP port", held("network") if own else None, said("network")
+    yield "reach a host abstract socket", held("abstract") if own else None, said("abstract")
+    yield "signal a host process", held("signal") if own else None, said("signal")
+    yield "ptrace", held("ptrace"), said("ptrace")
+    yield "new user namespace", held("unshare"), said("unshare")
+    yield "set the clock", held("clock"), said("clock")
+    yield "hold a capability", held("capabilities"), said("capabilities")
     yield (
         "seccomp filter in force",
         got.get("seccomp") == "2",
         f"mode {got.get('seccomp')}",
     )
-    yield "shared memory for the ranks", got.get("shm") is True, str(got.get("shm"))
+    yield "shared memory for the ranks", got.get("shm") is True, said("shm")
     yield (
         "private /dev/shm",
         not side["shm"] if own else None,
@@ -322,7 +326,7 @@ def _confinement(level: SandboxLevel, got: dict[str, object], side: dict[str, ob
         side["link"] is None,
         "refused" if side["link"] is None else "followed",
     )
-    yield "file over the size limit", held("big_file"), str(got.get("big_file"))
+    yield "file over the size limit", held("big_file"), said("big_file")
     yield "daemon that outlives the sandbox", not side["daemon"], "still ran" if side["daemon"] else "gone"
     yield "folders left behind", not side["left"], "left" if side["left"] else "none"
 

@@ -125,6 +125,12 @@ class Server:
         """Files mapped by any process of the sandbox."""
         return set().union(*(procfs.maps(pid) for pid in self.processes()))
 
+    def strays(self) -> list[str]:
+        """Names that an engine left where results are read, beside its socket and its traces."""
+        with contextlib.suppress(OSError):
+            return sorted({entry.name for entry in os.scandir(self.io)} - {"s.sock", self.trace_dir.name})
+        return []
+
     def log_tail(self, lines: int = 20) -> str:
         with contextlib.suppress(OSError), self.log_path.open("rb") as handle:
             handle.seek(max(0, self.log_path.stat().st_size - 16384))

@@ -48,6 +48,9 @@ def check(lab: Lab) -> GateResult:
     foreign = sorted(foreign_engines(server.maps(), " ".join(ctx.target.serve)))
     if foreign:
         return failed("boot", "G06", RejectReason.POLICY, f"another engine's library is loaded: {foreign[0]}")
+    if strays := server.strays():
+        detail = f"writes {strays[0]!r} where only its socket and traces belong ({len(strays)} in all)"
+        return failed("boot", "G04", RejectReason.POLICY, detail)
     first_s = startup.first_answer(lab, lab.setup())
     census = server.census()
     return passed(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from optimizer import gates
-from optimizer.gates import logprobs, sampling, shapes, witness
+from optimizer.gates import logprobs, resources, sampling, shapes, witness
 from optimizer.gates.context import failed
 from optimizer.types import RejectReason, Stream
 
@@ -101,3 +101,21 @@ def test_equal_streams_are_suspicious_only_where_the_model_leaves_a_choice():
     assert sampling.alike_p(same, [[(0.0, 0.99), (0.0, 0.98)]] * 12) > 0.1
     other = [Stream((1,), (i, 3), "", "length", 0, (1, 2), None) for i in range(12)]
     assert sampling.alike_p(other, [[(0.0, 0.1), (0.0, 0.2)]] * 12) == 1.0
+
+
+def test_connections_that_close_late_are_no_leak_and_open_ones_are(monkeypatch):
+    monkeypatch.setattr(resources, "SETTLE_S", 0.1)
+    still = dict.fromkeys(("processes", "threads", "rss_bytes", "stored_bytes"), 5)
+
+    class Slow:
+        def __init__(self, counts: list[int]) -> None:
+            self.counts = counts
+
+        def census(self) -> dict[str, int]:
+            return still | {"fds": self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]}
+
+    before = still | {"fds": 10}
+    late: Any = Slow([70, 40, 11])
+    leaking: Any = Slow([70])
+    assert resources.settled(late, before)["fds"] == 11
+    assert not resources._flat("leak", [before, resources.settled(leaking, before)], 1 << 20).passed
