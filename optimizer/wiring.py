@@ -136,6 +136,7 @@ class _Real:
             frozen=self.run.target.frozen,
             try_out=lambda sources: try_out(self.run, sources),
             stopped=lambda: self.run.stop_requested,
+            note=self.view.note,
         )
         answer = self._proposer.propose(context)
         return NoProposal(str(answer), answer.final, answer.usd) if isinstance(answer, Declined) else answer

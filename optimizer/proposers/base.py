@@ -64,7 +64,7 @@ class ProposeContext:
     frozen: Sequence[str] = ()  # globs of files among the sources that may be read and never changed
     try_out: Callable[[Mapping[str, str]], str | None] | None = None  # start these sources briefly: what went wrong
     stopped: Callable[[], bool] | None = None  # whether the user asked the run to stop
-
+    note: Callable[[str], None] | None = None  # says a line to the user, live
 
     def open(self) -> dict[str, str]:
         """The sources that a patch may change."""

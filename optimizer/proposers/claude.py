@@ -11,20 +11,20 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx2
 
 from optimizer.types import Series
 
-from . import skillbook
+from . import settings, skillbook
 from .base import MAX_FILES, MAX_LINES, Declined, ProposeContext
 from .meter import CHARS_PER_TOKEN, CapReached, Meter, Prices, Recorder
 from .toolbox import DESCRIPTIONS, SCHEMAS, Toolbox, ToolError, finish
 
-MODEL = "claude-sonnet-4-5"
 MAX_SOURCE_CHARS = 160_000
 RETRIES, LONGEST_WAIT_S = 4, 60.0
 NUDGES = 2  # reminders after an answer that neither calls a tool nor declines
@@ -76,29 +76,16 @@ class Claude:
 
     def __init__(
         self,
-        model: str | None = None,
-        base_url: str | None = None,
-        key_env: str | None = None,
         config: str | None = None,
-        max_output: int = 12_000,
-        max_usd: float | None = None,
-        max_tokens: int | None = None,
-        max_requests: int = 120,
-        max_seconds: float | None = None,
-        usd_in: float | None = None,
-        usd_out: float | None = None,
-        effort: str | None = None,
-        timeout_s: float = 300.0,
         folders: Iterable[str] = (),
         sleep: Callable[[float], None] = time.sleep,
+        **options: Any,
     ) -> None:
-        given = json.loads(Path(config).read_text("utf-8")) if config else {}
-        self.model = model or given.get("model") or os.environ.get("ANTHROPIC_MODEL") or MODEL
-        self.base_url = base_url or given.get("base_url")
-        self.key = os.environ.get(key_env) if key_env else None
-        self.max_output, self.effort, self.timeout_s, self.sleep = max_output, effort, timeout_s, sleep
-        self.prices = Prices.of(self.model, usd_in, usd_out)
-        self.caps: dict[str, Any] = {"max_usd": max_usd, "max_tokens": max_tokens, "max_requests": max_requests, "max_seconds": max_seconds}
+        want = settings.read(options, config)
+        self.want, self.model, self.sleep = want, want.model, sleep
+        self.key = os.environ.get(want.key_env) if want.key_env else None
+        self.prices = Prices.of(want.model, want.usd_in, want.usd_out, Path(want.prices) if want.prices else None)
+        self.caps = {name: getattr(want, name) for name in ("max_usd", "max_tokens", "max_requests", "max_seconds")}
         self.skills = skillbook.load_all([skillbook.BUILT_IN, *map(Path, folders)])
         self.meter: Meter | None = None
         self.client: anthropic.Anthropic | None = None
@@ -127,7 +114,7 @@ class Claude:
         """Client and meter. Raises _Stop without credentials."""
         if self.client is None:
             try:
-                self.client = anthropic.Anthropic(api_key=self.key, base_url=self.base_url, max_retries=0, timeout=self.timeout_s)
+                self.client = anthropic.Anthropic(api_key=self.key, base_url=self.want.base_url, max_retries=0, timeout=self.want.timeout_s)
             except anthropic.AnthropicError as error:
                 raise _Stop(f"{_NO_KEY} ({error})", final=True) from error
         client = self.client
@@ -161,7 +148,7 @@ class Claude:
             box=box,
             log=log,
         )
-        log.write("begin", {"model": self.model, "system": talk.system, "tools": talk.tools, "prices": self.prices.as_of})
+        log.write("begin", {"model": self.model, "system": talk.system, "tools": talk.tools, "prices": asdict(self.prices)})
         return talk
 
     # -- one turn --------------------------------------------------------------------------------------------
@@ -219,21 +206,23 @@ class Claude:
         """One answered request, with retries. Every try is counted against the caps, every answer booked."""
         assert self.client is not None and self.meter is not None
         said: dict[str, Any] = {"system": talk.system, "tools": talk.tools, "messages": talk.messages}
-        size = len(json.dumps(said, default=str))
-        more: dict[str, Any] = {"output_config": {"effort": self.effort}} if self.effort else {}
+        size, (hour, short) = len(json.dumps(said, default=str)), (len(block["text"]) for block in talk.system)
+        hour += len(json.dumps(talk.tools))  # tools come before the system text and are cached with it
+        more: dict[str, Any] = {"output_config": {"effort": self.want.effort}} if self.want.effort else {}
+        most = self.want.max_output
         for attempt in range(RETRIES + 1):
-            self.meter.before(size, self.max_output)
+            self.meter.before(size, most, hour, short)
             talk.turn += 1
-            talk.log.write("request", {"turn": talk.turn, "try": attempt, "new": talk.messages[-1:], "max_tokens": self.max_output})
+            talk.log.write("request", {"turn": talk.turn, "try": attempt, "new": talk.messages[-1:], "max_tokens": most})
             partial: anthropic.types.Message | None = None
             try:
-                with self.client.messages.stream(model=self.model, max_tokens=self.max_output, **said, **more) as stream:
+                with self.client.messages.stream(model=self.model, max_tokens=most, timeout=self._patience(), **said, **more) as stream:
                     for _ in stream:
                         partial = stream.current_message_snapshot
                         if self.meter.seconds_left() == 0.0:
                             break
                     partial = stream.current_message_snapshot
-            except (TypeError, anthropic.AnthropicError) as error:
+            except (TypeError, anthropic.AnthropicError, httpx2.HTTPError) as error:
                 self._book(talk, partial, str(error))
                 self._after_error(error, attempt)
                 continue
@@ -242,6 +231,20 @@ class Claude:
                 return partial
             self._wait(attempt, None)  # cut before its end: the SDK says nothing, the stop reason is missing
         raise _Stop(f"no whole answer in {RETRIES + 1} tries")
+
+    def _patience(self) -> float:
+        """Seconds that a silent server is waited for: never beyond the time cap."""
+        assert self.meter is not None
+        left = self.meter.seconds_left()
+        return self.want.timeout_s if left is None else max(0.1, min(self.want.timeout_s, left))
+
+    def _warn(self, talk: _Talk) -> None:
+        """Say, and record, which caps are half or four fifths used."""
+        assert self.meter is not None
+        for text in self.meter.warnings():
+            talk.log.write("warning", {"text": text})
+            if talk.box.ctx.note is not None:
+                talk.box.ctx.note(f"claude: {text}")
 
     def _book(self, talk: _Talk, message: anthropic.types.Message | None, error: str | None) -> None:
         assert self.meter is not None
@@ -253,6 +256,7 @@ class Claude:
         talk.spent["usd"] += usd
         answer = None if message is None else message.to_dict()
         talk.log.write("answer", {"turn": talk.turn, "message": answer, "usage": usage, "usd": usd, "error": error})
+        self._warn(talk)
 
     def _after_error(self, error: Exception, attempt: int) -> None:
         """Wait and let the caller try again, or raise _Stop."""
@@ -262,7 +266,7 @@ class Claude:
             if error.status_code not in _TRANSIENT:
                 raise _Stop(f"the API answered {error.status_code}: {error.message[:300]}", final=True) from error
             self._wait(attempt, error.response.headers.get("retry-after"))
-        elif isinstance(error, anthropic.APIConnectionError):
+        elif isinstance(error, anthropic.APIConnectionError | httpx2.HTTPError):  # in mid-stream the SDK lets the latter through
             self._wait(attempt, None)
         else:
             raise _Stop(f"the API client failed: {type(error).__name__}: {error}", final=True) from error

@@ -17,6 +17,7 @@ from typing import Any
 _TABLE = Path(__file__).with_name("prices.json")
 _SECRETS = (re.compile(r"sk-[A-Za-z0-9_-]{12,}"), re.compile(r"(?i)(bearer\s+)[A-Za-z0-9._~+/=-]{12,}"))
 CHARS_PER_TOKEN = 2.5  # low, so that an estimate of tokens before a request errs upwards
+WARN_AT = (0.5, 0.8)  # shares of a cap at which it is said, once each
 
 
 class CapReached(Exception):
@@ -34,9 +35,16 @@ class Prices:
     factors: tuple[float, float, float] = (1.25, 2.0, 0.1)  # cache written for 5 minutes, for 1 hour, read
 
     @classmethod
-    def of(cls, model: str, usd_in: float | None = None, usd_out: float | None = None) -> Prices:
-        """From the table, by the longest name that the model's begins with; per million tokens where given."""
-        table = json.loads(_TABLE.read_text("utf-8"))
+    def of(cls, model: str, usd_in: float | None = None, usd_out: float | None = None, table_file: Path | None = None) -> Prices:
+        """From the table (another one where given), by the longest name that the model's begins with.
+
+        usd_in, usd_out: per million tokens, they outweigh the table. Raises ValueError on a file that is no table.
+        """
+        try:
+            table = json.loads((table_file or _TABLE).read_text("utf-8"))
+            table = {**json.loads(_TABLE.read_text("utf-8")), **table}
+        except (OSError, TypeError, ValueError) as error:
+            raise ValueError(f"{table_file}: not a table of prices: {error}") from error
         known = max((n for n in table["models"] if model.startswith(n)), key=len, default=None)
         listed = table["models"][known] if known else (None, None)
         price_in, price_out = (a if a is not None else b for a, b in zip((usd_in, usd_out), listed, strict=True))
@@ -75,6 +83,7 @@ class Meter:
     tokens: int = 0
     requests: int = 0
     started: float = field(init=False)
+    _said: set[tuple[str, float]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.max_usd is not None and not self.prices.known:
@@ -84,10 +93,15 @@ class Meter:
             )
         self.started = self.clock()
 
-    def before(self, prompt_chars: int, max_output: int) -> None:
-        """Count the request that is about to be sent. Raises CapReached when it might go over a cap."""
-        tokens = int(prompt_chars / CHARS_PER_TOKEN)
-        most = self.prices.cost({"input_tokens": tokens, "output_tokens": max_output})
+    def before(self, prompt_chars: int, max_output: int, hour_chars: int = 0, short_chars: int = 0) -> None:
+        """Count the request that is about to be sent. Raises CapReached when it might go over a cap.
+
+        hour_chars, short_chars: what of the prompt is put into the cache for an hour and for five minutes, which costs
+        more than reading it. That it may be there already is not counted on.
+        """
+        tokens, hour, short = (int(n / CHARS_PER_TOKEN) for n in (prompt_chars, hour_chars, short_chars))
+        cached = {"cache_creation_input_tokens": hour + short, "cache_creation": {"ephemeral_1h_input_tokens": hour}}
+        most = self.prices.cost({"input_tokens": max(0, tokens - hour - short), "output_tokens": max_output, **cached})
         if self.max_usd is not None and self.usd + most > self.max_usd:
             raise CapReached(f"USD cap: {self.usd:.2f} spent, the next request could cost {most:.2f}, the cap is {self.max_usd:.2f}")
         if self.max_tokens is not None and self.tokens + tokens + max_output > self.max_tokens:
@@ -97,6 +111,23 @@ class Meter:
         if self.seconds_left() == 0.0:
             raise CapReached(f"time cap: {self.max_seconds:.0f} s are over")
         self.requests += 1
+
+    def warnings(self) -> list[str]:
+        """What has to be said now: every cap of which half, and then four fifths, is used; once each."""
+        seconds = self.clock() - self.started
+        uses = (
+            ("USD", self.usd, self.max_usd),
+            ("tokens", self.tokens, self.max_tokens),
+            ("requests", self.requests, self.max_requests),
+            ("seconds", seconds, self.max_seconds),
+        )
+        found = []
+        for name, used, cap in uses:
+            passed = [share for share in WARN_AT if cap and used >= share * cap and (name, share) not in self._said]
+            self._said.update((name, share) for share in passed)
+            if passed:
+                found.append(f"{passed[-1]:.0%} of the cap of {cap:g} {name} is used ({used:.4g})")
+        return found
 
     def seconds_left(self) -> float | None:
         if self.max_seconds is None:

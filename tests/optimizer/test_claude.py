@@ -11,7 +11,8 @@ from messages_server import Api, Cut, MidError, Slow, serve, text, tools
 from messages_server import Status as Http
 
 from optimizer.patching import apply_edits
-from optimizer.proposers import Budget, Declined, ProposeContext, get
+from optimizer.proposers import Budget, Declined, ProposeContext, get, settings
+from optimizer.proposers.meter import CapReached, Meter, Prices
 from optimizer.types import Series
 from trace_diff.types import Finding, Status
 
@@ -46,11 +47,11 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def ask(api: Api, tmp_path: Path, budget: Budget | None = None, **options: Any) -> Series | Declined:
+def ask(api: Api, tmp_path: Path, budget: Budget | None = None, note: Any = None, **options: Any) -> Series | Declined:
     waits: list[float] = []
     given = {"model": "test", "usd_in": 3.0, "usd_out": 15.0, "base_url": api.url, "sleep": waits.append}
     proposer = get("claude", **(given | options))
-    answer = proposer.propose(ProposeContext(SOURCES, [FOUND], budget=budget or Budget(), exchanges=tmp_path, attempt=1))
+    answer = proposer.propose(ProposeContext(SOURCES, [FOUND], budget=budget or Budget(), exchanges=tmp_path, attempt=1, note=note))
     proposer.waits = waits  # type: ignore[attr-defined]
     ask.waits = waits  # type: ignore[attr-defined]
     return answer
@@ -170,6 +171,52 @@ def test_caps_are_checked_before_a_request_is_sent(tmp_path: Path) -> None:
             answer = ask(api, tmp_path, budget, **options)
             assert isinstance(answer, Declined) and word in answer.why, options
         assert api.requests == []
+
+
+def test_half_and_four_fifths_of_a_cap_are_said_once_live_and_in_the_record(tmp_path: Path) -> None:
+    looks = tools(("list_findings", {}))
+    said: list[str] = []
+    with serve(*[looks] * 8, SUBMIT) as api:
+        answer = ask(api, tmp_path, note=said.append, max_requests=10)
+    assert isinstance(answer, Series)
+    assert said == ["claude: 50% of the cap of 10 requests is used (5)", "claude: 80% of the cap of 10 requests is used (8)"]
+    assert [line["text"] for line in lines(tmp_path) if line["kind"] == "warning"] == [text.removeprefix("claude: ") for text in said]
+
+
+def test_writing_to_the_cache_is_counted_at_its_price_before_it_is_done() -> None:
+    prices = Prices.of("test", 3.0, 15.0)
+    plain, cached = Meter(prices, max_usd=0.0), Meter(prices, max_usd=0.0)
+    for meter, hour in ((plain, 0), (cached, 250_000)):
+        with pytest.raises(CapReached, match="USD cap") as caught:
+            meter.before(250_000, 0, hour)
+        assert f"could cost {0.3 if meter is plain else 0.6:.2f}" in str(caught.value)
+
+
+def test_settings_come_from_options_then_environment_then_file(tmp_path: Path) -> None:
+    file = tmp_path / "claude.json"
+    file.write_text(json.dumps({"model": "in-file", "max_usd": 1.0, "max_requests": 7}))
+    environ = {"ANTHROPIC_MODEL": "in-environment", "HOTLOOP_CLAUDE_MAX_USD": "2.5"}
+    got = settings.read({"max_tokens": 9, "effort": None}, str(file), environ)
+    assert (got.model, got.max_usd, got.max_requests, got.max_tokens, got.effort) == ("in-environment", 2.5, 7, 9, None)
+    for options, content, match in (({"max_ usd": 1}, "{}", "known settings: model"), ({"max_usd": "much"}, "{}", "not a number"), ({}, '{"budget": 1}', "file .* sets 'budget'"), ({}, "[", "not a file of settings")):
+        file.write_text(content)
+        with pytest.raises(settings.SettingError, match=match):
+            settings.read(options, str(file), {})
+
+
+def test_a_price_table_of_ones_own_outweighs_the_dated_one(tmp_path: Path) -> None:
+    table = tmp_path / "prices.json"
+    table.write_text(json.dumps({"as_of": "today", "models": {"claude-opus-9": [1.0, 2.0]}}))
+    own = Prices.of("claude-opus-9-1", table_file=table)
+    assert own.as_of == "today" and own.cost({"input_tokens": 1_000_000, "output_tokens": 1_000_000}) == pytest.approx(3.0)
+    with pytest.raises(ValueError, match="not a table of prices"):
+        Prices.of("x", table_file=tmp_path / "none.json")
+
+
+def test_a_server_that_falls_silent_in_mid_answer_is_asked_again(tmp_path: Path) -> None:
+    with serve(Slow(SUBMIT, 0.6), SUBMIT) as api:
+        answer = ask(api, tmp_path, timeout_s=0.2)
+    assert isinstance(answer, Series) and len(api.requests) == 2
 
 
 def test_a_stream_longer_than_the_time_cap_is_left(tmp_path: Path) -> None:
