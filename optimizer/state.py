@@ -118,6 +118,16 @@ def captured(lines: Iterable[Line], tree: str) -> dict[str, Any] | None:
     return found[-1] if found else None
 
 
+def captured_as(lines: Sequence[Line], commit: str | None) -> dict[str, Any] | None:
+    """The capture of an incumbent: by its commit, else of the attempt that made it one (it was captured before it was
+    rewritten with its trailers), else the first engine's where nothing was accepted by then."""
+    own = [line for line in lines if line["kind"] == "captured" and not line["data"].get("reference")]
+    found = [line["data"] for line in own if line["data"].get("commit") == commit]
+    made = next((line["attempt"] for line in lines if line["kind"] == "accepted" and line["data"].get("commit") == commit), None)
+    found = found or [line["data"] for line in own if made is not None and line["attempt"] == made]
+    return found[-1] if found else None
+
+
 def token_us(lines: Sequence[Line]) -> float | None:
     """The incumbent's wall microseconds per token, by the latest pairs that timed it unprofiled."""
     value = None

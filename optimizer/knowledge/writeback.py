@@ -183,14 +183,10 @@ def _detection(proposed: dict[str, Any], rows: dict[str, Sequence[float | None]]
 
 def _evidence(run: Run, lines: Sequence[Line], attempt: Attempt, proposed: dict[str, Any]) -> Evidence:
     assert attempt.end is not None
-    traces: dict[str, str] = {}
-    for line in lines:
-        if line["kind"] != "captured" or line["data"].get("reference"):
-            continue
-        mine = line["attempt"] == attempt.number
-        before = line["data"].get("commit") == attempt.end["incumbent_commit"] or line["data"].get("label") == "baseline"
-        if mine or before:
-            traces.update(_hashes(run.dir, line["data"].get("traces", ()), "after" if mine else "before"))
+    before = state.captured_as(lines, attempt.end["incumbent_commit"])
+    traces = _hashes(run.dir, before.get("traces", ()), "before") if before else {}
+    for data in attempt.data("captured"):
+        traces.update(_hashes(run.dir, data.get("traces", ()), "after"))
     return Evidence(
         run=run.request.id,
         attempt=attempt.number,

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from optimizer import state
 from optimizer.knowledge.blueprint import Entry, Gain
 from reports import baselines, run_data, run_page, run_traces, timeline
 from reports.run_data import Attempt, Measured, Run
@@ -273,8 +274,8 @@ def _timelines(run_dir: str | None, key: tuple[tuple[str, str, int], ...]) -> tu
 def parked_traces(run_dir: Path, incumbent: str, attempt: int) -> tuple[list[Path], list[Path]]:
     """Trace files of the incumbent that a parked patch was judged against, and of the patch itself."""
     run = run_data.read(run_dir)
-    said = [d for d in run.kinds.get("captured", ()) if d.get("commit") == incumbent and not d.get("reference")]
-    label = str(said[-1].get("label")) if said else "baseline"
+    said = state.captured_as(run.lines, incumbent)
+    label = str(said.get("label")) if said else "baseline"
     return _folder(run_dir, label), _folder(run_dir, str(attempt))
 
 

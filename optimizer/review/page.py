@@ -79,6 +79,7 @@ class Field:
 class EntryView:
     entry: Entry
     origin: str
+    in_run: bool  # else it lies in the blueprint, and no ledger hears of a decision
     effect: str
     problems: tuple[Problem, ...]
     gains: Chart | None
@@ -189,6 +190,7 @@ def entry(item: Item, folder: Path) -> EntryView:
     return EntryView(
         entry=found,
         origin=_origin(item),
+        in_run=item.run is not None,
         effect=effect(found),
         problems=tuple(sorted(review.problems(item, folder), key=lambda p: not p.blocking)),
         gains=review_evidence.chart(review_evidence.gains(found), about.margin),

@@ -165,6 +165,14 @@ def test_an_accepted_patch_becomes_a_proposed_entry_filled_from_the_ledger(tmp_p
     assert check([win, found[2]]) == []
 
 
+def test_the_step_before_is_that_of_the_engine_which_the_patch_was_tried_on(tmp_path: Path) -> None:
+    """Once it was always the first engine's: an accepted commit is captured before it gets its trailers."""
+    run = run_with(tmp_path, fake.WIN, fake.one(fake.speed(500, was=700)))
+    found = {e.evidence.attempt: list(e.evidence.traces) for e in writeback.proposals(run.dir).entries()}
+    assert found[1] == ["before: traces/baseline/rank0.json.gz", "after: traces/1/rank0.json.gz"]
+    assert found[2] == ["before: traces/1/rank0.json.gz", "after: traces/2/rank0.json.gz"]
+
+
 def test_wrong_tokens_teach_nothing_and_a_series_names_its_enabler(tmp_path: Path) -> None:
     run = run_with(tmp_path, fake.WRONG_TOKENS, fake.ENABLED_WIN)
     found = writeback.proposals(run.dir).entries()
