@@ -185,7 +185,9 @@ def _weights(model: Path, place: Path, seed: int) -> tuple[Path, int | None]:
         return model, None
     from optimizer.truth import weights
 
-    return weights.write_random(model, place / "weights" / "dummy", seed).resolve(), seed
+    made = weights.write_random(model, place / "weights" / "dummy", seed).resolve()
+    shutil.copyfile(model / "config.json", place / run.MODEL_CONFIG)  # with the seed, all that it takes to have them again
+    return made, seed
 
 
 def _weights_sha(model: Path) -> str:
@@ -219,6 +221,14 @@ def _agent(options: Options) -> str:
 
     if options.agent not in NAMES:
         raise Refused(f"--agent {options.agent}: valid are {', '.join(NAMES)}")
+    if options.agent == "claude":
+        from optimizer.proposers.settings import SettingError, read
+
+        given = {k: v for k, v in _agent_options(options).items() if k not in ("config", "folders")}
+        try:
+            read(given, _agent_options(options).get("config"))
+        except SettingError as error:
+            raise Refused(f"--agent-option: {error}") from error
     return options.agent
 
 
