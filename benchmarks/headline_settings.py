@@ -1,7 +1,7 @@
 """The vLLM configurations that are tried before ours is compared with the best of them.
 
 One axis at a time from the server's own defaults (full graphs for decode and piecewise ones for prefill, async
-scheduling, 8,192 batched tokens, FlashAttention 3 on Hopper), the likeliest first; then one that joins what helped. Names
+scheduling, 8,192 batched tokens, FlashAttention 3 on Hopper, the second model runner), the likeliest first; then one that joins what helped. Names
 and values are those of vLLM 0.25 (`CUDAGraphMode`, `PassConfig`, `PerformanceMode`, `AttentionBackendEnum`). Not for:
 starting any of them (`gpu_headline.py`).
 """
@@ -24,6 +24,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("graphs of just these batches", ("--cudagraph-capture-sizes", "1", "8", "32")),
     Setting("full graphs for decode only", compilation={"cudagraph_mode": "FULL_DECODE_ONLY"}),
     Setting("hand-written kernels", compilation={"custom_ops": ["all"]}),
+    Setting("the first model runner", env=(("VLLM_USE_V2_MODEL_RUNNER", "0"),)),
     Setting("no async scheduling", ("--no-async-scheduling",)),
     Setting("full graphs for all", compilation={"cudagraph_mode": "FULL"}),
     Setting("block size 32", ("--block-size", "32")),
@@ -49,9 +50,11 @@ def joined(scores: Mapping[str, float], settings: Sequence[Setting] = SETTINGS) 
         return None
     flags: dict[str, tuple[str, ...]] = {}
     compilation: dict[str, Any] = {}
+    env: dict[str, str] = {}
     for setting in sorted(helped, key=lambda s: scores[s.name], reverse=True):  # the fastest last: it has the last word
         if setting.flags:
             flags[setting.flags[0]] = setting.flags
+        env |= dict(setting.env)
         for key, value in setting.compilation.items():
             compilation[key] = {**compilation.get(key, {}), **value} if isinstance(value, dict) else value
-    return Setting(JOINED, tuple(word for words in flags.values() for word in words), compilation)
+    return Setting(JOINED, tuple(word for words in flags.values() for word in words), compilation, tuple(env.items()))

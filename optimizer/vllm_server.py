@@ -30,6 +30,7 @@ class Setting:
     name: str
     flags: tuple[str, ...] = ()
     compilation: dict[str, Any] = field(default_factory=dict)  # --compilation-config
+    env: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def command(common: Common, setting: Setting) -> Command:
         options = {"profiler": "torch", "torch_profiler_dir": "{trace_dir}", "torch_profiler_with_stack": False,
                    "torch_profiler_record_shapes": True, "ignore_frontend": True}  # fmt: skip
         argv += ["--profiler-config", json.dumps(options)]
-    return Command(f"vLLM, {setting.name}", tuple(argv), tuple(_environment(common).items()))
+    return Command(f"vLLM, {setting.name}", tuple(argv), (*_environment(common).items(), *setting.env))
 
 
 def _environment(common: Common) -> dict[str, str]:

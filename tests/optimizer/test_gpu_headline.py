@@ -129,10 +129,11 @@ def test_flags_carry_the_same_cache_and_no_prefix_caching(folders):
 
 
 def test_what_helped_is_joined_and_the_fastest_has_the_last_word():
-    scores = {DEFAULTS: 0.0, "full graphs for all": -0.02, "full graphs for decode only": -0.05, "block size 32": -0.01, "eager": 0.7}
+    scores = {DEFAULTS: 0.0, "full graphs for all": -0.02, "full graphs for decode only": -0.05, "block size 32": -0.01, "the first model runner": -0.03, "eager": 0.7}
     found = joined(scores)
     assert found is not None and found.name == JOINED
     assert found.flags == ("--block-size", "32") and found.compilation == {"cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert found.env == (("VLLM_USE_V2_MODEL_RUNNER", "0"),)
     assert joined({DEFAULTS: 0.0, "block size 32": -0.01}) is None
     assert len(SETTINGS) >= 8 and len({s.name for s in SETTINGS}) == len(SETTINGS)
 
