@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from optimizer.ledger import canonical
-from optimizer.patching import EditMismatch, ast_hash
+from optimizer.patching import NOT_PYTHON, EditMismatch, ast_hash
 from optimizer.run import Run
+from optimizer.runrepo import GitError
 from optimizer.serial import plain
 from optimizer.services import Proposal, Services, Stop
 from optimizer.types import LaunchSpec, Patch, RejectReason, Series, Verdict
@@ -87,7 +88,10 @@ def build(run: Run, do: Services, proposal: Proposal) -> Candidate:
             "Mechanism": patch.mechanism,
             "Predicted-us": f"{patch.predicted_us:g} per {patch.per}",
         }
-        commit = run.repo.commit_sources(parent, changed, patch.title or patch.mechanism, _words(patch), trailers)
+        try:
+            commit = run.repo.commit_sources(parent, changed, patch.title or patch.mechanism, _words(patch), trailers)
+        except (GitError, UnicodeError) as error:  # a path or a word that git cannot hold
+            raise Stop(Verdict.REJECT, "apply", RejectReason.DECLINED, str(error)) from None
         name = str(proposal.number) if at == len(proposal.series.patches) - 1 else f"{proposal.number}.{at + 1}"
         members.append(Member(patch, parent, commit, ast_hash(after), run.spec(commit, name, "candidate")))
         parent = commit
@@ -111,5 +115,6 @@ def _parses(changed: Mapping[str, str]) -> None:
         if path.endswith(".py"):
             try:
                 ast.parse(text)
-            except (SyntaxError, ValueError) as error:
-                raise Stop(Verdict.REJECT, "apply", RejectReason.DECLINED, f"{path} does not parse: {error}") from None
+            except NOT_PYTHON as error:
+                why = str(error) or type(error).__name__
+                raise Stop(Verdict.REJECT, "apply", RejectReason.DECLINED, f"{path} does not parse: {why}") from None

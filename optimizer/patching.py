@@ -14,12 +14,16 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 import libcst as cst
 
 from optimizer.types import Edit, Patch
 
 _LINE_END = r"[ \t]*\r?\n"
+LONGEST_PATH = 240
+# What parsing text that is no program can end in: also what is nested deeper than the parser goes.
+NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,20 @@ class EditMismatch(Exception):
         super().__init__(message)
 
 
+def _unwritable(edit: Edit) -> str | None:
+    """Why this cannot be a file of the target, or None: found here, where it is the proposer's fault, not git's."""
+    path = PurePosixPath(edit.file)
+    if path.is_absolute() or {"..", ".git"} & set(path.parts) or str(path) != edit.file or not edit.file.isprintable():
+        return "not the plain path of a file inside the target"
+    if len(edit.file) > LONGEST_PATH:
+        return f"a path of {len(edit.file)} characters"
+    try:
+        edit.new.encode()
+    except UnicodeEncodeError as error:
+        return f"`new` is no text that a file can hold: {error.reason} at character {error.start}"
+    return None
+
+
 def apply_edits(sources: Mapping[str, str], patch: Patch | Sequence[Edit]) -> dict[str, str]:
     """Texts after `patch`; the input is left alone. Raises EditMismatch, and then nothing was applied.
 
@@ -56,6 +74,8 @@ def apply_edits(sources: Mapping[str, str], patch: Patch | Sequence[Edit]) -> di
     after = dict(sources)
     spans: dict[str, list[tuple[int, int, Edit]]] = {}
     for edit in edits:
+        if wrong := _unwritable(edit):
+            raise EditMismatch(edit, wrong)
         if edit.old == "":
             if edit.file in after:
                 raise EditMismatch(edit, "`old` is empty, which creates a file, but the file exists")
@@ -198,14 +218,13 @@ def ast_hash(sources: Mapping[str, str]) -> str:
     for file in sorted(f for f in sources if f.endswith(".py")):
         try:
             tree = ast.parse(sources[file])
-        except (SyntaxError, ValueError):
-            body = sources[file]
-        else:
             for node in ast.walk(tree):
                 if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                     _drop_docstring(node)
             body = ast.dump(tree)
-        digest.update(f"{file}\0{body}\0".encode())
+        except NOT_PYTHON:
+            body = sources[file]
+        digest.update(f"{file}\0{body}\0".encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 

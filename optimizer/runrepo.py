@@ -316,7 +316,8 @@ class RunRepo:
 def compose(title: str, body: str, trailers: Mapping[str, object]) -> str:
     """A commit message; trailers are one line each."""
     rows = "\n".join(f"{key}: {' '.join(str(value).split())}" for key, value in trailers.items())
-    parts = [" ".join(title.split()) or "Patch", body.strip(), rows]
+    shown = "".join(c if c.isprintable() else " " for c in title)  # titles are shown on terminals
+    parts = [" ".join(shown.split()) or "Patch", body.strip(), rows]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -140,7 +140,7 @@ def findings(source: str) -> list[Finding]:
     """Everything the rules find in one file. Text that is no Python has been refused by G01."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     visitor = _Visitor(_docstrings(tree))
     visitor.visit(tree)

@@ -25,6 +25,7 @@ MAX_WIDTH = 200  # characters of a line that was not there before: more cannot b
 # that turn the direction of text, and characters without width.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 _COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+_NAME = re.compile(r"[A-Za-z0-9_.\-/]+")
 _HARNESS = ("conftest.py", "sitecustomize.py", "usercustomize.py")
 
 
@@ -78,6 +79,8 @@ def _one(change: Change, editable: tuple[str, ...], frozen: tuple[str, ...]) -> 
         return "binary"
     if path.suffix != ".py":
         return "only .py files may change"
+    if not _NAME.fullmatch(change.path):
+        return "a path of letters, digits, '_', '-', '.' and '/' only: others can look like one that they are not"
     if path.name in _HARNESS:
         return "this name is run by interpreters or test harnesses"
     if matches(change.path, frozen) or not matches(change.path, editable):
@@ -149,12 +152,12 @@ def same_program(repo: Path, base: str, commit: str, found: list[Change]) -> str
         new = _show(repo, commit, change.path)
         try:
             tree = ast.dump(without_docstrings(ast.parse(new)))
-        except (SyntaxError, ValueError, RecursionError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return f"{change.path}: not Python: {error}"
         old = _show(repo, base, change.path) if change.status == "M" else ""
         try:
             changed = changed or ast.dump(without_docstrings(ast.parse(old))) != tree
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
             changed = True
     return None if changed else "nothing that runs has changed"
 

@@ -36,6 +36,8 @@ def change(path="engine/a.py", status="M", old=PLAIN, new=PLAIN, added: int | No
         ([change("engine/frozen.py")], "not editable"),
         ([change("json.py", "A")], "not editable"),
         ([change("engine/conftest.py", "A")], "test harnesses"),
+        ([change("engine/m\u043edel.py", "A")], "can look like"),
+        ([change("engine/a\tb.py", "A")], "can look like"),
         ([change("engine/sitecustomize.py", "A")], "interpreters"),
         ([change(f"engine/{n}.py") for n in "abcd"], "4 files"),
         ([change(added=100, deleted=21)], "121 lines"),

@@ -110,3 +110,22 @@ def test_a_method_is_replaced_by_its_qualified_name() -> None:
     with pytest.raises(ValueError, match="exactly one function"):
         replace_function(text, "m.py", "A.f", "x = 1")
     assert functions(text["m.py"]) == ["A.f", "A.g", "f"]
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../x.py", "/etc/x.py", ".git/x.py", "engine/.git/hooks/x.py", "engine/./a.py", "engine//a.py", "engine/a\nb.py", "a" * 300 + ".py", "engine/\udc80.py"],
+)
+def test_a_file_outside_the_target_is_the_proposers_mistake(file):
+    with pytest.raises(EditMismatch, match=r"inside the target|characters"):
+        apply_edits({"engine/a.py": "x = 1\n"}, [Edit(file, "", "y = 2\n")])
+
+
+def test_text_that_no_file_can_hold_is_the_proposers_mistake():
+    with pytest.raises(EditMismatch, match="no text that a file can hold"):
+        apply_edits({"a.py": "x = 1\n"}, [Edit("a.py", "x = 1", "x = '\ud800'")])
+
+
+@pytest.mark.parametrize("text", ["a" + ".b" * 100_000, "-" * 100_000 + "1", "x = '\ud800'", "x = 1\0", "+".join(["1"] * 5000)])
+def test_a_program_that_cannot_be_parsed_still_has_a_name(text):
+    assert ast_hash({"a.py": text}) != ast_hash({"a.py": text + "\n\nx"}) and len(ast_hash({"a.py": text})) == 64
