@@ -60,6 +60,7 @@ def optimize(
     max_usd: Annotated[float | None, typer.Option("--max-usd", help="for the proposer")] = None,
     gpu_minutes: Annotated[float | None, typer.Option("--gpu-minutes", help="of all GPUs together")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="of everything drawn, but for the secret prompts")] = None,
+    sandbox: Annotated[str, typer.Option("--sandbox", help="a lower level than the highest that works here: bwrap, namespaces, landlock; one step at most, and for the playbook only")] = "auto",
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="run candidates unconfined where nothing else works")] = False,
     accept_numeric_drift: Annotated[bool, typer.Option("--accept-numeric-drift", help="do not park patches whose tokens differ within the tolerance band")] = False,
     agent_option: Annotated[list[str] | None, typer.Option("--agent-option", help="KEY=VALUE for the agent, e.g. model=NAME; may be repeated")] = None,
@@ -78,7 +79,7 @@ def optimize(
         metric=target, goal=goal, target_dir=target_dir, python=python, tp=tp, model=model, device=device,
         devices=devices, agent=agent, protocol=protocol, attempts=attempts, budget_minutes=budget_minutes,
         max_rejections=max_rejections, max_usd=max_usd, gpu_minutes=gpu_minutes, seed=seed,
-        unsafe_no_sandbox=unsafe_no_sandbox, accept_numeric_drift=accept_numeric_drift, run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()), engine_args=engine_args, skills=skills,
+        sandbox=sandbox, unsafe_no_sandbox=unsafe_no_sandbox, accept_numeric_drift=accept_numeric_drift, run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()), engine_args=engine_args, skills=skills,
         agent_options=tuple(agent_option or ()), knowledge=knowledge, without_knowledge=without_knowledge,
     )  # fmt: skip
     from optimizer import session

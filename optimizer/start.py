@@ -53,6 +53,7 @@ class Options:
     max_usd: float | None = None
     gpu_minutes: float | None = None
     seed: int | None = None
+    sandbox: str = "auto"
     unsafe_no_sandbox: bool = False
     accept_numeric_drift: bool = False
     run_dir: Path | None = None
@@ -207,12 +208,22 @@ def _python(options: Options) -> Path:
 
 
 def _sandbox(options: Options) -> str:
+    """The highest level that works here, or a lower one that was asked for: one step for patches of our own skills, none
+    for those of a model. Only the bottom needs a flag of its own."""
     from optimizer.confine import sandbox
 
-    level = sandbox.detect()
+    best = sandbox.detect()
+    try:
+        level = best if options.sandbox == "auto" else sandbox.resolve(options.sandbox)
+    except sandbox.SandboxError as error:
+        raise Refused(f"--sandbox {options.sandbox}: {error}") from None
     if level.name == "none" and not options.unsafe_no_sandbox:
-        why = "; ".join(level.notes)
-        raise Refused(f"no sandbox works here ({why}): install bubblewrap, or say --unsafe-no-sandbox")
+        why = "; ".join(best.notes) if best.name == "none" else f"{best.name} works here"
+        raise Refused(f"no sandbox ({why}): install bubblewrap, or say --unsafe-no-sandbox")
+    steps = 1 if options.agent == "playbook" else 0
+    if best.rank - level.rank > steps and not options.unsafe_no_sandbox:
+        whose = "patches of our own skills may run one level lower" if steps else "patches that a model wrote run at the highest level"
+        raise Refused(f"--sandbox {level.name}: {best.name} works here, and {whose}")
     return level.name
 
 

@@ -84,6 +84,32 @@ def test_without_a_sandbox_only_the_unsafe_flag_starts(optimize, monkeypatch, tm
     assert code == 2 and "--unsafe-no-sandbox" in err and "not installed" in err
 
 
+@pytest.mark.parametrize(
+    ("best", "asked", "agent", "level"),
+    [
+        ("bwrap", "auto", "claude", "bwrap"),
+        ("bwrap", "namespaces", "playbook", "namespaces"),
+        ("bwrap", "landlock", "playbook", "one level lower"),
+        ("bwrap", "namespaces", "claude", "a model wrote"),
+        ("landlock", "auto", "claude", "landlock"),
+        ("bwrap", "none", "playbook", "--unsafe-no-sandbox"),
+        ("bwrap", "chroot", "playbook", "known: auto"),
+    ],
+)
+def test_only_our_own_patches_run_one_level_lower(monkeypatch, best, asked, agent, level):
+    from optimizer import start
+    from optimizer.confine import sandbox
+
+    monkeypatch.setattr(sandbox, "detect", lambda: sandbox.SandboxLevel(best))
+    monkeypatch.setattr(sandbox, "_try", lambda name: None)
+    options = start.Options(sandbox=asked, agent=agent)
+    if level in sandbox.LADDER:
+        assert start._sandbox(options) == level
+    else:
+        with pytest.raises(start.Refused, match=level):
+            start._sandbox(options)
+
+
 def test_a_run_is_pinned_before_it_works(optimize, monkeypatch, tmp_path):
     from optimizer import session
     from optimizer.run import load
