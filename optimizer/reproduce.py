@@ -86,7 +86,12 @@ class Reproduced:
 
     @property
     def ok(self) -> bool:
-        return _passed(self.gates) and self.agree is not False and self.here is not None
+        return _passed(self.gates) and self.here is not None and self.agree is not False and self.resolved
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the interval here is below 1 where the recorded one is: a wide one agrees with everything."""
+        return self.here is not None and (self.here.ci95[1] < 1 or self.recorded is None or self.recorded.ci95[1] >= 1)
 
 
 def _passed(gates: Sequence[GateResult]) -> bool:
@@ -148,7 +153,8 @@ def said(found: Reproduced) -> list[str]:
     lines.append(f"time ratio reproduced: {found.here or 'none: it was not timed, or too many pairs were lost'}")
     if found.agree is not None and found.here is not None:
         gain = "the gain is there" if found.here.ci95[1] < 1 else "no gain is shown here"
-        lines.append("they agree within their intervals" if found.agree else f"they do NOT agree within their intervals; {gain}")
+        wide = "" if found.resolved else ", but the one here is too wide to show the gain: --pairs"
+        lines.append(f"they agree within their intervals{wide}" if found.agree else f"they do NOT agree within their intervals; {gain}")
     return [*lines, f"kept in {found.folder}"]
 
 

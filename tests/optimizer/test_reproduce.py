@@ -104,6 +104,18 @@ def test_another_ratio_than_recorded_does_not_agree(record):
     assert any("do NOT agree" in line and "no gain is shown" in line for line in reproduce.said(found))
 
 
+def test_an_interval_that_is_too_wide_to_show_the_gain_reproduces_nothing(record):
+    def noisy(do: Services) -> Services:
+        def pair(*args: Any) -> Pair:
+            taken = do.run_pair(*args)
+            return replace(taken, b_us_per_token=(taken.b_us_per_token or 0.0) * (3.0 if taken.index % 2 else 0.6))
+
+        return replace(do, run_pair=pair)
+
+    found = again(record, 1, noisy)
+    assert found.agree and not found.ok and any("too wide to show the gain" in line for line in reproduce.said(found))
+
+
 def test_a_gate_that_fails_here_ends_it_before_anything_is_timed(record):
     def broken(do: Services) -> Services:
         def gates(*args: Any) -> Iterator[GateResult]:
