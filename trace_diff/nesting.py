@@ -79,7 +79,7 @@ def stable(values: npt.NDArray[np.integer]) -> Ints:
 def _levels(begin: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """(depth, index of the parent, indices of rows that outlast their parent); `begin` is in half ticks."""
     stop = np.maximum(end * 2, begin + 1)  # a zero-length row is open for half a tick: it nests in what it touches
-    level = np.arange(len(begin)) - np.searchsorted(np.sort(stop), begin, side="right")
+    level = np.arange(len(begin)) - np.searchsorted(np.sort(stop, kind="stable"), begin, side="right")
     up = _parents(level)
     return level, up, np.flatnonzero((up >= 0) & (stop > stop[up]))
 

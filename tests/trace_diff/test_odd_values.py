@@ -193,3 +193,12 @@ def test_an_identifier_of_any_type_costs_no_event(tmp_path, value):
     build.raw(json.dumps({"ph": "X", "cat": "cpu_op", "name": "o", "pid": 1, "tid": 1, "ts": 1, "dur": 2, "args": {"External id": value}}))
     trace = load(build.write(tmp_path / "t.json"))
     assert (len(trace.events), summary.totals(trace)["gpu_busy_ns"]) == (2, 5_000)
+
+
+def test_events_with_a_start_or_a_duration_as_text_are_counted_once(tmp_path):
+    build = Build()
+    for ts, dur in (('"1.000"', '"2.000"'), ('"5.000"', "2.000"), ("9.000", '"2.000"'), ("12.000", "2.000")):
+        build.raw(f'{{"ph": "X", "cat": "cpu_op", "name": "a", "pid": 1, "tid": 1, "ts": {ts}, "dur": {dur}}}')
+    trace = load(build.write(tmp_path / "t.json"))
+    assert trace.notes.repaired == 3
+    assert "times of 3 events were written as text" in trace.notes.messages

@@ -27,6 +27,8 @@ _NO_DURATION = {
 }  # fmt: skip
 _OF_EVERY_FILE = 2  # instants: Kineto marks the iteration's start and the end of the recording
 ORDINAL_BITS = 24  # args_at = block << ORDINAL_BITS | ordinal of the event in its block's text
+_CORRELATED = np.ones(256, bool)  # operators and annotations have an external id only
+_CORRELATED[[Kind.CPU_OP, Kind.ANNOTATION, Kind.PYTHON]] = False
 _ON_DEVICE = np.zeros(256, bool)
 _ON_DEVICE[list(DEVICE_KINDS)] = True
 
@@ -63,10 +65,10 @@ class Big(dict[Any, int]):
 def whole(values: list[Any], big: Big) -> Ints:
     """Identifiers as int64; None and nonsense become -1."""
     try:
-        found = np.array(values, np.int64)
-    except (TypeError, ValueError, OverflowError):
-        found = np.zeros(())
-    if found.ndim != 1:  # text, numbers over 64 bits, lists
+        found: Ints = np.array(values, np.int64)
+    except (TypeError, ValueError, OverflowError):  # text, numbers over 64 bits
+        found = np.zeros((), np.int64)
+    if found.ndim != 1:  # and lists
         return np.array([_whole(v, big) for v in values], np.int64)
     return found
 
@@ -145,14 +147,15 @@ class Columns:
                 notes.say(f"events that are no durations, not counted: {counts}")
 
     def _complete(self, rows: list[Event], at: Ints) -> None:
-        ts_ns, bad_ts, quoted_ts = to_ns([e.ts for e in rows])
-        dur_ns, bad_dur, quoted_dur = to_ns([e.dur for e in rows])
-        self.quoted += max(quoted_ts, quoted_dur)
-        bad = np.zeros(len(rows), np.int8)
-        if bad_ts is not None:
-            bad[bad_ts] = 1
-        if bad_dur is not None:
-            bad[bad_dur & (bad == 0)] = 2
+        n = len(rows)
+        times = to_ns([e.ts for e in rows] + [e.dur for e in rows])
+        if times.quoted:
+            self.quoted += sum(b'"' in bytes(e.ts) or b'"' in bytes(e.dur) for e in rows)
+        bad = np.zeros(n, np.int8)
+        if times.bad is not None:
+            bad[times.bad[n:]] = 2
+            bad[times.bad[:n]] = 1
+        ts_ns, dur_ns = times.values[:n], times.values[n:]
         kind = self._kind(self.cats.of([e.cat for e in rows]))
         self._put("ts", ts_ns)
         self._put("dur", dur_ns)
@@ -175,7 +178,8 @@ class Columns:
         args = [rows[i].args or _NO_ARGS for i in tied.tolist()]
         correlation = np.full(len(rows), -1, np.int64)
         external = np.full(len(rows), -1, np.int64)
-        correlation[tied] = whole([a.correlation for a in args], self.big)
+        calls = np.flatnonzero(_CORRELATED[kind[tied]])
+        correlation[tied[calls]] = whole([args[i].correlation for i in calls.tolist()], self.big)
         found = whole([a.external for a in args], self.big)
         old = np.flatnonzero(found == -1)
         found[old] = whole([args[i].external_old for i in old.tolist()], self.big)

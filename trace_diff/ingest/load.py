@@ -159,7 +159,7 @@ def _rank(path: Path, meta: dict[str, Any], notes: NoteBook) -> tuple[int, int |
 
 def by_start(ts: np.ndarray, dur: np.ndarray, index: np.ndarray) -> np.ndarray:
     """`index` by start, the longest first among equals (a parent before its children), then as in the file."""
-    order = index[np.argsort(ts[index])]
+    order = index[np.argsort(ts[index], kind="stable")]  # files are in order for long stretches, which this sort uses
     starts = ts[order]
     same = starts[1:] == starts[:-1]
     tied = np.zeros(len(order), bool)
