@@ -2,7 +2,7 @@
 
 Bound to 127.0.0.1. The link printed in the terminal carries a token, which becomes a SameSite cookie; every form
 carries a second secret; requests under any other host name are refused (a page elsewhere could point its own name
-at 127.0.0.1). Not for: what the pages say (review_web.py, report_web.py).
+at 127.0.0.1). Not for: what the pages say (review/web.py, report_web.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The knowledge blueprint: entries, their scope, and which accepted ones speak about a run.
 
 One JSON file per topic under skills/blueprint/. Only a person moves an entry out of `proposed` or `imported`
-(review.py). Proposers read accepted entries; gates, measurement and acceptance never do. Not for: finding
-contradictions (blueprint_check.py), filling entries from a run (writeback.py), other formats
-(blueprint_metainfer.py).
+(review/). Proposers read accepted entries; gates, measurement and acceptance never do. Not for: finding
+contradictions (check.py), filling entries from a run (writeback.py), other formats
+(metainfer.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Contradictions, stale evidence and forbidden advice in the knowledge blueprint.
 
 Checks what entries say of themselves (ids, terms that they demand or forbid, constants, scopes, audits, evidence);
-it does not read prose. Prose of another format becomes such statements on import. Not for: deciding (review.py),
+it does not read prose. Prose of another format becomes such statements on import. Not for: deciding (review/),
 or judging patches: gates never come here.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from optimizer.knowledge.blueprint import ANY, Audit, Entry, Scope, Status
+from optimizer.knowledge.loosening import loosens, touches
 
 
 class Kind(StrEnum):
@@ -53,11 +54,6 @@ BLOCKING = {  # an entry with one of these cannot be accepted
     Kind.FAULTY_CODE,
 }
 _DEAD = {Status.REJECTED, Status.SUPERSEDED}
-_GATE_WORDS = re.compile(
-    r"\b(relax|loosen|lower|raise|widen|skip|disable|bypass|ignore|weaken|turn off|remove)\w*\s+(\w+\s+){0,3}"
-    r"(gate|gates|oracle|tolerance|band|margin|threshold|floor|seal|sandbox|non-?inferiority|acceptance)\b",
-    re.I,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +130,11 @@ def _alone(entry: Entry, known: set[str]) -> Iterable[Problem]:
         yield Problem(Kind.SELF_CONFLICT, (entry.id,), "conflicts with or supersedes itself")
     for other in sorted(set(entry.conflicts_with + entry.supersedes) - known):
         yield Problem(Kind.UNKNOWN_REFERENCE, (entry.id,), f"names {other!r}, which does not exist")
-    advice = " ".join([entry.rule, *entry.preconditions, *entry.demands])
-    if match := _GATE_WORDS.search(advice):
-        yield Problem(Kind.LOOSENS_A_GATE, (entry.id,), f"{match[0]!r}: knowledge never loosens a gate")
+    advice = [entry.title, entry.rule, *entry.preconditions, *entry.demands, *(f"{k} {v}" for k, v in entry.params.items())]
+    if words := next((found for text in advice if (found := loosens(text))), None):
+        yield Problem(Kind.LOOSENS_A_GATE, (entry.id,), f"{words!r}: knowledge never loosens a gate")
+    if file := touches(entry.patch):
+        yield Problem(Kind.LOOSENS_A_GATE, (entry.id,), f"its patch changes {file}, which judges patches")
     if entry.status is Status.ACCEPTED and not all(getattr(entry.scope, n) for n in Scope.model_fields):
         empty = [n for n in Scope.model_fields if not getattr(entry.scope, n)]
         yield Problem(Kind.EMPTY_SCOPE, (entry.id,), f"accepted, but scope says nothing of {', '.join(empty)}")

@@ -1,6 +1,6 @@
 """The loop's door to the knowledge blueprint: accepted entries go to the proposer, an attempt's lesson to a person.
 
-Not for: the blueprint itself (knowledge.py), or deciding what enters it (review.py). Gates never come here.
+Not for: the blueprint itself (blueprint.py), or deciding what enters it (review/). Gates never come here.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The nodes `performance_optimization` (O1, O2 ...) and `failure_mode_library.entries` become entries with status
 `imported`; accepted entries go back as further O-nodes with the six fields that existing agents read, and ours
-beneath. Not for: finding its contradictions (blueprint_prose.py), or accepting anything (review.py).
+beneath. Not for: finding its contradictions (prose.py), or accepting anything (review/).
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ _MECHANISMS = (  # the first whose pattern is in the node's key or rule
 )
 _NODE = re.compile(r"^[OoPp]\d+_\w+$")
 _AUDIT = re.compile(r"grep\s+(?:-\w+\s+)*(?:'([^']+)'|\"([^\"]+)\"|(\S+))\s+(\S+)")
-_HITS = re.compile(r"(>=|≥|at least)?\s*(\d+)\s*(?:decorator\s+)?(?:hits?|matches|occurrences)", re.I)
+_HITS = re.compile(  # "0 hits", "-> 0", "must return at least 2", "结果为 0", "0 处"
+    r"(?:->|→|==|=|\b(?:returns?|must be|should be|expect(?:ed|s)?|gives?)\b|结果|命中|应为|为)\s*(?P<least_a>>=|≥|at least|至少|不少于)?\s*(?P<a>\d+)"
+    r"|(?P<least_b>>=|≥|at least|至少|不少于)?\s*(?P<b>\d+)\s*(?:decorator\s+)?(?:hits?|matches|occurrences|lines|次|处|个)",
+    re.I,
+)
 
 
 def find(data: Mapping[str, Any], path: Iterable[str]) -> Any:
@@ -130,17 +134,18 @@ def _text(value: object) -> str | None:
 
 def parse_audit(text: str) -> Audit | None:
     """`grep -c 'pattern' file -> 0 hits` as an audit; None where the text is not of that form."""
-    command, hits = _AUDIT.search(text), _HITS.search(text)
+    command = _AUDIT.search(text)
+    hits = _HITS.search(text, command.end()) if command else None
     if command is None or hits is None:
         return None
     pattern = next(g for g in command.groups()[:3] if g)
-    count = int(hits[2])
+    count, least = int(hits["a"] or hits["b"]), hits["least_a"] or hits["least_b"]
     return Audit(
         kind="code",
         pattern=pattern,
-        files=[command[4].rstrip(",;")],
+        files=[command[4].strip("`'\",;:")],
         least=count,
-        most=None if hits[1] else count,
+        most=None if least else count,
     )
 
 

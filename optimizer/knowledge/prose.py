@@ -1,9 +1,9 @@
 """Contradictions in a knowledge file that is mostly prose: the MetaInfer `inference_blueprint.json` shape.
 
-Statements are drawn from the text by pattern (what is demanded, what is forbidden, numbers and how they are rounded,
+Statements are drawn from the text by pattern (prose_words.py: what is demanded, what is forbidden, numbers and how they are rounded,
 counts, references, comparisons, pseudocode) and compared with each other. It finds kinds of contradictions, not
 meanings: what it reports a person has to read. Not for: our own entries, which say these things in fields
-(blueprint_check.py).
+(check.py).
 """
 
 from __future__ import annotations
@@ -14,29 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optimizer.knowledge import prose_words as words
 from optimizer.knowledge.check import Kind, Problem
+from optimizer.knowledge.loosening import loosens
 from optimizer.knowledge.metainfer import FAILURES, PERFORMANCE, find, parse_audit
 
 Path = tuple[str, ...]
-_FORBID = re.compile(r"\b(forbid\w*|must not|never|do not|don't|avoid\w*|banned|not allowed|prohibit\w*|instead of|rather than|, not)\b|禁止|不得|不要|不允许", re.I)
-_DEMAND = re.compile(r"\b(use|uses|prefer\w*|recommend\w*|must|should|mandatory|require\w*|allocate\w*|apply|capture\w*|goes through)\b|必须|使用|建议|强制", re.I)
-_CODE = re.compile(r"`([^`]+)`|\b([A-Za-z]\w*_\w*)\b")
-_ONLY_IN = re.compile(r"`?\b(\w+_\w*)\b`?\s+(?:belongs |stays )?only (?:in|for|to) (decode|prefill)", re.I)
-_CONCEPTS = {
-    "CUDA graphs": re.compile(r"cuda[ _-]?graphs?", re.I),
-    "allocating the whole cache": re.compile(r"(full|whole|complete)[ -](max_blocks )?(kv )?(cache )?allocation|\((?:self\.)?max_blocks\b", re.I),
-}
-_PHASES = ("prefill", "decode")
-_CONSTANT = re.compile(r"\b([a-z]+(?:_[a-z0-9]+)+)\b\s*(?:==|=|:|is|为)\s*(\d[\d,]*)(?![\d.]*\s*(?:tok|ms|us|%))")
-_FORMULA = re.compile(r"\b([a-z]+(?:_[a-z0-9]+)+)\s*=\s*([^;\n]*(?://|ceil|-\(-)[^;\n]*)")
-_SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*tok/s", re.I)
-_SETUP = re.compile(r"single[ -]GPU|one GPU|1 GPU|TP ?= ?\d+|\d+ GPUs", re.I)
-_WORDS = {"no": 0, "none": 0, "zero": 0, "0": 0, "one": 1, "single": 1, "1": 1}
-_READS = re.compile(r"\b(no|none|zero|0|one|single|1)\b[^.;]{0,40}\b(item|host read)s?\b", re.I)
-_PATCH = re.compile(r"\+(\d+)\s*/\s*[-−–](\d+)")
-_DISOWNED = re.compile(r"\b(untraceable|not traceable|disown\w*|cannot be (?:reproduced|traced))\b", re.I)
-_NAMES = re.compile(r"\b(ROUND_\w+|[\w/]+\.(?:md|json)|[0-9a-f]{7,40})\b")
-
 
 @dataclass(frozen=True, slots=True)
 class _Said:
@@ -53,14 +36,16 @@ def check(data: Mapping[str, Any]) -> list[Problem]:
     lines = list(_sentences(data))
     found = [
         *_demands(lines, data),
-        *_constants(lines),
+        *_constants(lines, data),
+        *_roundings(lines, data),
         *_allowances(lines),
         *_owners(lines),
         *_layouts(lines),
         *_references(lines, data),
         *_targets(data),
         *_counts(lines, data),
-        *_comparisons(lines),
+        *_comparisons(data),
+        *_loosened(lines),
         *_patch_sizes(lines),
         *_disowned(lines),
         *_changing(lines),
@@ -114,7 +99,7 @@ def _at(path: Path) -> str:
 
 
 def _phase(text: str) -> str:
-    found = [p for p in _PHASES if p in text.lower()]
+    found = [p for p in words.PHASES if p in text.lower()]
     return found[0] if len(found) == 1 else ""
 
 
@@ -123,12 +108,12 @@ def _phase(text: str) -> str:
 
 def _demands(lines: list[tuple[Path, str]], data: Any) -> Iterator[Problem]:
     said = [s for path, text in lines for s in _statements(path, text)]
-    keyword_only = {m for path, text in lines if re.search(r"\bkeyword", text, re.I) for m in _terms(text)}
+    keyword_only = {m for path, text in lines if words.KEYWORD_ONLY.search(text) for m in words.terms(text)}
     for path, node, code in _pseudocode(data):
         where = _phase(".".join(path) + " " + str(node.get("phase", "")))
         for line in code:
             said += [_Said(name, True, where, path) for name in re.findall(r"\b(\w+_\w*)\s*\(", line)]
-            said += [_Said(name, True, where, path) for name, pattern in _CONCEPTS.items() if pattern.search(line)]
+            said += [_Said(name, True, where, path) for name, pattern in words.CONCEPTS.items() if pattern.search(line)]
             for name in sorted(keyword_only):
                 call = re.search(rf"\b{re.escape(name)}\((.*)\)", line)
                 if call and sum("=" not in a for a in call[1].split(",") if a.strip()) >= 2:
@@ -144,26 +129,21 @@ def _demands(lines: list[tuple[Path, str]], data: Any) -> Iterator[Problem]:
                     break
 
 
-def _terms(text: str) -> list[str]:
-    return [(a or b).rstrip("()") for a, b in _CODE.findall(text)] + [n for n, p in _CONCEPTS.items() if p.search(text)]
-
-
 def _statements(path: Path, text: str) -> Iterator[_Said]:
-    for name, phase in _ONLY_IN.findall(text):
-        other = next(p for p in _PHASES if p != phase.lower())
-        yield _Said(name, False, other, path)
-        yield _Said(name, True, phase.lower(), path)
+    if reserved := words.only_in(text):
+        for name, phase in reserved:
+            yield _Said(name, False, next(p for p in words.PHASES if p != phase), path)
+            yield _Said(name, True, phase, path)
         return
     phase = _phase(text)
-    forbid = _FORBID.search(text)
+    forbid = words.FORBID.search(text)
     before, after = (text[: forbid.start()], text[forbid.end() :]) if forbid else (text, "")
-    passive = forbid is not None and re.search(r"\b(is|are|was)\s+(strictly )?$", before, re.I) is not None  # "x is forbidden"
-    if passive:
+    if forbid is not None and (words.PASSIVE.search(before) or not words.terms(after)):  # "x is forbidden"
         before, after = "", before
-    for term in _terms(after):
+    for term in words.terms(after):
         yield _Said(term, False, phase, path)
-    if _DEMAND.search(before):
-        for term in _terms(before):
+    if words.DEMAND.search(before):
+        for term in words.terms(before):
             yield _Said(term, True, phase, path)
 
 
@@ -175,28 +155,36 @@ def _model(path: Path, text: str) -> str:
     return found[0].lower() if found else ""
 
 
-def _constants(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
+def _constants(lines: list[tuple[Path, str]], data: Any) -> Iterator[Problem]:
     values: dict[tuple[str, str], dict[str, Path]] = defaultdict(dict)
-    rounding: dict[str, dict[str, Path]] = defaultdict(dict)
     for path, text in lines:
-        for name, value in _CONSTANT.findall(text):
-            values[_model(path, text), name].setdefault(value.replace(",", ""), path)
-        for name, formula in _FORMULA.findall(text):
-            up = re.search(r"ceil|-\(-|- 1\)\s*//", formula)
-            rounding[name].setdefault("up" if up else "down", path)
+        for name, value in words.constants(text):
+            values[_model(path, text), name].setdefault(value, path)
+    for path, value in _walk(data):
+        if type(value) is int and path and words.NAME_OF_CONSTANT.match(path[-1]):
+            values[_model(path, ""), path[-1]].setdefault(str(value), path)
     for (_, name), seen in values.items():
         if len(seen) > 1:
             yield Problem(Kind.CONSTANT_DISAGREES, tuple(map(_at, seen.values())), f"{name} is {' and '.join(seen)}")
-    for name, seen in rounding.items():
-        if len(seen) > 1:
-            yield Problem(Kind.CONSTANT_DISAGREES, tuple(map(_at, seen.values())), f"{name} is rounded {' and '.join(seen)}")
+
+
+def _roundings(lines: list[tuple[Path, str]], data: Any) -> Iterator[Problem]:
+    seen: dict[str, dict[str, Path]] = defaultdict(dict)
+    code = [(path, line) for path, _, every in _pseudocode(data) for line in every]
+    for path, text in [*lines, *code]:
+        for name, way in words.roundings(text):
+            seen[name].setdefault(way, path)
+    for name, ways in seen.items():
+        if len(ways) > 1:
+            where = tuple(_at(ways[way]) for way in ("down", "up"))
+            yield Problem(Kind.CONSTANT_DISAGREES, where, f"{name} is rounded down and up")
 
 
 def _allowances(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
     seen: dict[int, Path] = {}
     for path, text in lines:
-        for word, _ in _READS.findall(text):
-            seen.setdefault(_WORDS[word.lower()], path)
+        for count in words.reads(text):
+            seen.setdefault(count, path)
     if len(seen) > 1:
         yield Problem(Kind.CONSTANT_DISAGREES, tuple(map(_at, seen.values())), f"host reads per step: {' and '.join(map(str, sorted(seen)))} allowed")
 
@@ -204,8 +192,8 @@ def _allowances(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
 def _owners(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
     owner: dict[str, dict[str, Path]] = defaultdict(dict)
     for path, text in lines:
-        which = "next" if re.search(r"next layer", text, re.I) else "own" if re.search(r"(own|same) layer", text, re.I) else ""
-        for term in _terms(text) if which and "weight" in text else ():
+        which = words.owner(text) if words.WEIGHT.search(text) else ""
+        for term in words.terms(text) if which else ():
             owner[term].setdefault(which, path)
     for term, seen in owner.items():
         if len(seen) > 1:
@@ -215,10 +203,8 @@ def _owners(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
 def _layouts(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
     seen: dict[str, Path] = {}
     for path, text in lines:
-        if re.search(r"kv[ -]?cache", text, re.I):
-            for word in ("contiguous", "paged"):
-                if re.search(rf"\b(is|as|stays)\s+(a\s+)?{word}\b", text, re.I):
-                    seen.setdefault(word, path)
+        for word in words.layouts(text):
+            seen.setdefault(word, path)
     if len(seen) > 1:
         yield Problem(Kind.CONSTANT_DISAGREES, tuple(map(_at, seen.values())), "the KV cache is contiguous in one place and paged in another")
 
@@ -227,10 +213,10 @@ def _counts(lines: list[tuple[Path, str]], data: Any) -> Iterator[Problem]:
     scripts = {v for path, v in _walk(data) if path and path[-1] == "file" and "scripts" in path}
     modes = len((find(data, FAILURES) or {}).get("entries", []))
     for path, text in lines:
-        for claimed in re.findall(r"\b(\d+)\s+(?:test |gate )?scripts\b", text):
+        for claimed in ("".join(groups) for groups in words.SCRIPTS.findall(text)):
             if scripts and int(claimed) != len(scripts):
                 yield Problem(Kind.COUNT_DISAGREES, (_at(path),), f"says {claimed} scripts; {len(scripts)} are registered")
-        for claimed in re.findall(r"\b\d+\s*/\s*(\d+)\s+(?:FM|failure modes)\b", text):
+        for claimed in ("".join(groups) for groups in words.MODES.findall(text)):
             if modes and int(claimed) != modes:
                 yield Problem(Kind.COUNT_DISAGREES, (_at(path),), f"says {claimed} failure modes; the library has {modes}")
 
@@ -238,7 +224,7 @@ def _counts(lines: list[tuple[Path, str]], data: Any) -> Iterator[Problem]:
 def _patch_sizes(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
     seen: dict[tuple[str, str], Path] = {}
     for path, text in lines:
-        for size in _PATCH.findall(text):
+        for size in words.patch_sizes(text):
             seen.setdefault(size, path)
     if len(seen) > 1:
         sizes = " and ".join(f"+{a}/-{b}" for a, b in seen)
@@ -266,31 +252,42 @@ def _targets(data: Any) -> Iterator[Problem]:
     for name, phase in playbook.items():
         seen: dict[str, Path] = {}
         for path, text in _sentences(phase):
-            for setup in _SETUP.findall(text) if _SPEED.search(text) else ():
-                seen.setdefault(setup.lower().replace(" ", ""), (name, *path))
+            for setup in sorted(words.setups(text)) if _is_target(path, text) else ():
+                seen.setdefault(setup, (name, *path))
         if len(seen) > 1:
             yield Problem(Kind.CONSTANT_NEEDS_NARROWER_SCOPE, tuple(map(_at, seen.values())), f"throughput targets for {' and '.join(seen)} in one phase")
 
 
-def _comparisons(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
+def _is_target(path: Path, text: str) -> bool:
+    return words.SPEED.search(text) is not None
+
+
+def _comparisons(data: Any) -> Iterator[Problem]:
+    """Speeds of different setups in one text, as if they were of one."""
+    for path, text in _walk(data):
+        found = words.setups(text) if isinstance(text, str) and len(words.SPEED.findall(text)) >= 2 else set()
+        if len(found) >= 2:
+            yield Problem(Kind.COMPARES_UNLIKE, (_at(path),), f"compares speeds of {' and '.join(sorted(found))}")
+
+
+def _loosened(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
     for path, text in lines:
-        setups = {s.lower().replace(" ", "") for s in _SETUP.findall(text)}
-        if len(_SPEED.findall(text)) >= 2 and len(setups) >= 2:
-            yield Problem(Kind.COMPARES_UNLIKE, (_at(path),), f"compares speeds of {' and '.join(sorted(setups))}")
+        if said := loosens(text):
+            yield Problem(Kind.LOOSENS_A_GATE, (_at(path),), f"{said!r}: knowledge never loosens a gate")
 
 
 def _disowned(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
-    disowned = {name: path for path, text in lines if _DISOWNED.search(text) for name in _NAMES.findall(text)}
+    disowned = {name: path for path, text in lines if words.DISOWNED.search(text) for name in words.names(text)}
     for path, text in lines:
-        for name in set(_NAMES.findall(text)) & set(disowned):
-            if disowned[name] != path and not _DISOWNED.search(text):
+        for name in set(words.names(text)) & set(disowned):
+            if disowned[name] != path and not words.DISOWNED.search(text):
                 yield Problem(Kind.DISOWNED_EVIDENCE, (_at(path), _at(disowned[name])), f"rests on {name}, which is called untraceable there")
 
 
 def _changing(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
     """A constant for a quantity that changes while the engine runs."""
     for path, text in lines:
-        if re.search(r"\bconstant\b|\bfixed number\b|常量", text, re.I) and re.search(r"\b(num_)?(free|available|remaining)[ _-]?(block|page|slot)s?", text, re.I):
+        if words.fixes_a_changing_count(text):
             yield Problem(Kind.CONSTANT_NEEDS_NARROWER_SCOPE, (_at(path),), "a constant for a count that changes: nothing can be refused any more")
 
 
@@ -300,10 +297,12 @@ def _changing(lines: list[tuple[Path, str]]) -> Iterator[Problem]:
 def _code(data: Any) -> Iterator[Problem]:
     for path, _, code in _pseudocode(data):
         copies = {m[2]: m[1] for line in code if (m := re.match(r"\s*(\w+)\s*=\s*(\w+)\.contiguous\(\)", line))}
-        for original, copy in copies.items():
+        calls = [line for line in code if re.match(r"\s*[\w.]+\(", line) and not line.lstrip().startswith("return")]  # nothing keeps what they return
+        inside = {name: f"{name}.contiguous()" for line in calls for name in re.findall(r"\b(\w+)\.contiguous\(\)", line)}
+        for original, copy in {**inside, **copies}.items():
             if copy == original:
                 continue
-            in_place = any(re.search(rf"\b\w+\(.*\b{copy}\b.*\)", line) and "=" not in line for line in code)
+            in_place = any(re.search(rf"\(.*\b{re.escape(copy)}", line) for line in calls)
             gives_back = any(re.match(rf"\s*return\b.*\b{original}\b", line) for line in code)
             if in_place and gives_back:
                 yield Problem(Kind.FAULTY_CODE, (_at(path),), f"changes {copy} in place, which may be a copy, and returns {original}")

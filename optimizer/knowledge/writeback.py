@@ -1,7 +1,7 @@
 """What a run taught, as proposed knowledge entries: filled from the ledger and the run's repository alone.
 
 An accepted series gives one entry per patch (enablers as such); an attempt whose effect could not be shown gives
-one that says so. Entries lie in the run's own folder until a person decides (review.py). Not for: deciding, or
+one that says so. Entries lie in the run's own folder until a person decides (review/). Not for: deciding, or
 anything that a running proposer reads.
 """
 

@@ -1,7 +1,7 @@
 """`optimize admit`: a person looked at a parked patch and lets it be judged; the run tries it again when it is resumed.
 
 It passes the same gates and the same decision as any other patch; only what it was parked for does not stop it a
-second time. Not for: knowledge entries (review.py), or trying the patch (propose.py takes it up).
+second time. Not for: knowledge entries (queue.py), or trying the patch (propose.py takes it up).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Command line of the knowledge blueprint: `optimize review ...` and `optimize knowledge ...`.
 
-Not for: what a decision does (review.py), or checks (blueprint_check.py).
+Not for: what a decision does (queue.py), or checks (knowledge/check.py).
 """
 
 from __future__ import annotations
@@ -110,6 +110,19 @@ def _scope(given: list[str]) -> dict[str, list[Any]]:
     return found
 
 
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises BlueprintError naming the file."""
+    from optimizer.knowledge.blueprint import BlueprintError
+
+    try:
+        data = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise BlueprintError(f"{file}: {error}") from None
+    if not isinstance(data, dict):
+        raise BlueprintError(f"{file}: not a JSON object")
+    return data
+
+
 @knowledge_app.command("check")
 def check(file: Annotated[Path | None, typer.Argument(help="a MetaInfer blueprint; our own if left out")] = None, blueprint: Folder = BLUEPRINT) -> None:
     """Find contradictions, stale evidence and advice that loosens gates. Exit 1 when something blocks."""
@@ -121,7 +134,7 @@ def check(file: Annotated[Path | None, typer.Argument(help="a MetaInfer blueprin
     if file is None:
         found = blueprint_check.check(Blueprint.load(blueprint).entries(), gates_digest=seal.digest())
     else:
-        found = blueprint_prose.check(json.loads(file.read_text("utf-8")))
+        found = blueprint_prose.check(_read(file))
     for problem in found:
         _console().print(f"{'blocks' if problem.blocking else 'note  '}  {problem}", markup=False)
     _console().print(f"{len(found)} problems")
@@ -137,7 +150,7 @@ def import_(file: Path, repository: Annotated[str, typer.Option("--repository", 
     source = SourceRef(repository=repository, file=file.name) if repository else None
     book = Blueprint.load(blueprint) if blueprint.is_dir() else Blueprint((), blueprint)
     known = {e.id for e in book.entries()}
-    new = [e for e in import_entries(json.loads(file.read_text("utf-8")), source) if e.id not in known]
+    new = [e for e in import_entries(_read(file), source) if e.id not in known]
     for entry in new:
         book.put(entry)
     for topic in sorted({e.topic for e in new}):
@@ -205,7 +218,7 @@ def export(base: Path, out: Path, blueprint: Folder = BLUEPRINT) -> None:
     from optimizer.knowledge.blueprint import Blueprint
     from optimizer.knowledge.metainfer import export_entries
 
-    data = json.loads(base.read_text("utf-8"))
+    data = _read(base)
     done = export_entries(Blueprint.load(blueprint).entries(), data, datetime.now(UTC).date().isoformat())
     out.write_text(json.dumps(done, indent=2, ensure_ascii=False) + "\n", "utf-8")
     _console().print(f"wrote {out}", markup=False)

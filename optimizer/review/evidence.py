@@ -1,7 +1,7 @@
 """What stands behind an entry or a parked patch, looked up anew: traces by hash, gates, stages and their intervals.
 
 Nothing that an entry claims is shown as evidence before it was found: a trace counts where a file with that very
-sha256 is here. Not for: deciding (review.py, parked.py), or drawing (templates).
+sha256 is here. Not for: deciding (queue.py, parked.py), or drawing (templates).
 """
 
 from __future__ import annotations

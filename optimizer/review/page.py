@@ -1,6 +1,6 @@
 """What the pages of the review show, as plain values: the queue, one entry, one parked patch.
 
-Not for: deciding, or looking evidence up (review_evidence.py).
+Not for: deciding, or looking evidence up (evidence.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Admitted, it is judged again when the run is resumed (admit.py); dropped, it is not. Either way the decision is a
 `reviewed` line in the ledger and a commit with the reviewer's name in the run's own repository, on branch
 `reviewed/<attempt>`: with the patch when it was admitted, without any change when it was dropped.
-Not for: knowledge entries (review.py).
+Not for: knowledge entries (queue.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`optimize review --web`: the queue of knowledge entries and parked patches as local pages with forms.
 
-Every decision goes through the functions of the terminal's review (review.py, parked.py). Pages are drawn on the
+Every decision goes through the functions of the terminal's review (queue.py, parked.py). Pages are drawn on the
 server; without scripts everything still works. Not for: what a decision does, what stands behind an entry
-(review_evidence.py), or who may open a page (localweb.py).
+(evidence.py), or who may open a page (localweb.py).
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ FAULTS = {
     "9 todos name rules that are gone": ([((*PHASE, "implementation_todos"), ["Apply P3, then P4."])], Kind.UNKNOWN_REFERENCE, "P3, P4"),
     "10 targets for different numbers of GPUs": (
         [((*PHASE, "performance_gate"), "Throughput above 50 tok/s at TP=4."), ((*PHASE, "criteria"), ["Above 54 tok/s on a single GPU."])],
-        Kind.CONSTANT_NEEDS_NARROWER_SCOPE, "tp=4",
+        Kind.CONSTANT_NEEDS_NARROWER_SCOPE, "4 GPUs",
     ),
     "11 eager only, and graphs": (
         [note("iron_law", "Eager mode only: CUDA graphs are forbidden."), ((*CONTRACTS, "cuda_graph_execution_contract"), {"rule": "Decode must capture CUDA graphs per layer."})],
@@ -113,7 +113,7 @@ FAULTS = {
         [((*PHASE, "test_interface_contracts"), {"scripts": [{"file": "a.py"}, {"file": "b.py"}]})], Kind.COUNT_DISAGREES, "4 scripts; 2 are registered",
     ),
     "12 and coverage of more failure modes than there are": ([note("n", "Covers 17/17 failure modes.")], Kind.COUNT_DISAGREES, "library has 1"),
-    "13 one GPU against four": ([note("n", "Graphs reach 35.4 tok/s on a single GPU, eager 55.7 tok/s at TP=4.")], Kind.COMPARES_UNLIKE, "single"),
+    "13 one GPU against four": ([note("n", "Graphs reach 35.4 tok/s on a single GPU, eager 55.7 tok/s at TP=4.")], Kind.COMPARES_UNLIKE, "1 GPU and 4 GPUs"),
     "14 contiguous and paged": ([note("n", "In round 3 the KV cache is contiguous.")], Kind.CONSTANT_DISAGREES, "contiguous in one place"),
     "15 two sizes of one patch": ([note("a", "The patch is +16/-8 lines."), note("b", "The commit has +41/-33 lines.")], Kind.CONSTANT_DISAGREES, "+16/-8 and +41/-33"),
     "16 a share computed on disowned rounds": (
