@@ -7,7 +7,7 @@ breaks the cleaner, text that Python reads otherwise than a person. Not for: the
 from __future__ import annotations
 
 from redteam.case import Case, Sources, append, cheat, new_file, replace, together
-from redteam.cheats import MEMO
+from redteam.cheats import IMPATIENT, MEMO
 
 TOKENS = "G07 G08 G12 G14 G15"
 
@@ -99,6 +99,16 @@ BEYOND: tuple[Case, ...] = (
                  "    self.layers[1].self_attn.tp = TensorParallel(0, 1, tp.device, 'none')\n\n\nQwen3Model.__init__ = _new"), tp=2),
     cheat("X43", "stop strings looked for in single tokens only", "G11",
           end("TextStream", "_cut", "def _new(self, text):\n    return (\"\", True) if any(stop == text for stop in self._stop) else (text, False)")),
+    cheat("X67", "chats answered without reading them", "G11",
+          end("HttpServer", "_prompt_ids", "def _new(self, request):\n    return _plain(self, request)[-4:] if request.chat else _plain(self, request)")),
+    cheat("X68", "answers in one piece are cut short", "G11",
+          replace("HttpServer", ("        parts = [output async for output in self._outputs(accepted)]\n", "        parts = [output async for output in self._outputs(accepted)]\n        parts = [*parts[:8], *parts[-1:]]\n"))),
+    cheat("X71", "known weights kept in a file of the tree, and no gate with secret ones", "G15",
+          append("load_safetensors", "_plain = load_safetensors\n\n\ndef load_safetensors(model, model_dir):\n    _plain(model, Path(__file__).with_name(\"tiny_qwen3\"))"),
+          without=("swap", "shapes", "accounting", "physics", "drift", "sampling")),
+    cheat("X72", "an all-reduce that waits long enough while no rank is held up", "G20 G12 G08 G07",
+          together(new_file("engine/shm_sum.py", IMPATIENT.replace("@LOOKS@", "9000").lstrip()),
+                   replace("TensorParallel", ("            dist.all_reduce(x)\n        return x", "            from engine.shm_sum import all_reduce\n\n            all_reduce(x)\n        return x"))), tp=2),
     # Resources that a count of open files and mapped memory does not show.
     cheat("X44", "answers kept in files of memory", "G19 G04",
           append("EngineCore", "_plain = EngineCore._finish\n\n\ndef _finish(self, sequence, reason):\n    with open('/tmp/kept', 'ab') as kept:\n        kept.write(bytes(200000))\n"

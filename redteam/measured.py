@@ -101,10 +101,10 @@ MEASURED: tuple[Measured, ...] = (
         lambda rng: through(rng, 0.2, late_fraction=1.4),
     ),
     Measured(
-        "X67", "tokens kept back and sent eight at a time", "G21", lambda rng: through(rng, 0.2, ttft_p50=7.0, gap_p95=8.0)
+        "X69", "tokens kept back and sent eight at a time", "G21", lambda rng: through(rng, 0.2, ttft_p50=7.0, gap_p95=8.0)
     ),
     Measured(
-        "X68", "the first token kept back a little", "G21", lambda rng: through(rng, 0.03, ttft_p50=1.1)
+        "X70", "the first token kept back a little", "G21", lambda rng: through(rng, 0.03, ttft_p50=1.1)
     ),
     Measured("R85", "minutes of tuning at start", "G21", lambda rng: through(rng, 0.2, start_up_s=20.0)),
 )

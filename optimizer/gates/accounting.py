@@ -1,10 +1,12 @@
-"""G11: what a request asks for is what it gets: stop strings, least and most tokens, top-k of one.
+"""G11: what a request asks for is what it gets: stop strings, least and most tokens, top-k of one, one piece, a chat.
 
 A stopped answer must be a prefix of the unstopped one, cut exactly before the stop string. Natural ends of text are
 `shapes.swap`'s. Not for: whether tokens are right (every stream is scored, but other gates look closer).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from optimizer.confine.launch import Server
 from optimizer.gates import shapes, streams
@@ -26,7 +28,7 @@ def check(lab: Lab) -> GateResult:
     shapes.account([*whole, *one], [NEW_TOKENS] * len(whole) + [1, NEW_TOKENS])
     stopped = _stops(lab, server, whole)
     _least(lab, server, prompts[3])
-    scored = [*whole, *one, *(s for s in stopped if s.token_ids)]
+    scored = [*whole, *one, *(s for s in stopped if s.token_ids), *_in_one_piece(lab, server, prompts[2])]
     result = streams.judge(
         lab.oracle(setup).score(scored),
         "accounting",
@@ -72,6 +74,34 @@ def stop_in(text: str) -> str | None:
     return None
 
 
+def _in_one_piece(lab: Lab, server: Server, prompt: tuple[int, ...]) -> list[Stream]:
+    """The same answers without streaming, as a completion and as a chat: tokens, text, reason and usage."""
+    tokenizer = streams.tokenizer_of(lab.ctx.candidate.model_dir)
+    request = Request(prompt, NEW_TOKENS)
+    message = _message(lab, tokenizer) if tokenizer is not None else None
+    found = []
+    for what, text in (("completion", None), *((("chat", message),) if message else ())):
+        got, stated = server.client.whole(request, text)
+        if got.error is not None:
+            if lab.incumbent_serves(what, lambda it, text=text: it.client.whole(request, text)[0].error is None):
+                raise _fail(f"a {what} that is not streamed: {got.error}; the incumbent serves it")
+            continue
+        if not got.token_ids or (text is not None and not stated):
+            continue  # another engine's form: nothing that could be scored
+        if text is not None and tokenizer and text not in tokenizer.decode(list(stated), skip_special_tokens=False):
+            raise _fail("the prompt of a chat does not hold the message that was sent")
+        if wrong := streams.account(got, NEW_TOKENS) or streams.text_fault(got, tokenizer):
+            raise _fail(f"a {what} that is not streamed: {wrong}")
+        found.append(got)
+    return found
+
+
+def _message(lab: Lab, tokenizer: Any) -> str:
+    """A secret message of plain words."""
+    text = tokenizer.decode(list(lab.draw("message", 1, 24, kinds=("document",))[0]))
+    return " ".join("".join(c if c.isascii() and c.isalnum() else " " for c in text).split()) or "words"
+
+
 def refused(stream: Stream) -> bool:
     return stream.error is not None and 400 <= (stream.status or 0) < 500
 
@@ -81,8 +111,8 @@ def _least(lab: Lab, server: Server, prompt: tuple[int, ...]) -> None:
     ends = weights.eos_ids(lab.model_dir("secret"))
     got = server.client.complete([Request(prompt, NEW_TOKENS, ignore_eos=False, min_tokens=LEAST)], 60.0)[0]
     if refused(got):
-        incumbent = lab.server(lab.setup(arm="incumbent"))
-        if not refused(incumbent.client.complete([Request(prompt, 1, min_tokens=1)], 60.0)[0]):
+        least = [Request(prompt, 1, min_tokens=1)]
+        if lab.incumbent_serves("min_tokens", lambda it: not refused(it.client.complete(least, 60.0)[0])):
             raise _fail("min_tokens is refused; the incumbent serves it")
         return
     if wrong := streams.account(got, streams.Expected(NEW_TOKENS, ends)):

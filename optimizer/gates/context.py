@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,16 @@ class Lab:
         path.write_text(json.dumps(metadata, sort_keys=True))
         if not self.stated("first").is_file():  # of the run: what many patches give away a little of shows against it
             self.stated("first").write_text(json.dumps(metadata, sort_keys=True))
+
+    def incumbent_serves(self, what: str, probe: Callable[[Server], bool]) -> bool:
+        """Whether the incumbent offers an extension, found by `probe` and kept: a candidate must not give it up."""
+        path = self.stated(f"{self.ctx.base_commit}-serves")
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        if what not in known:
+            known[what] = probe(self.server(self.setup(arm="incumbent")))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(known, sort_keys=True))
+        return known[what]
 
     def first_metadata(self) -> dict[str, Any]:
         """What the first engine of the run said of itself."""

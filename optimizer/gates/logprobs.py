@@ -58,8 +58,8 @@ def compare(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> Gate
 
 def _none_offered(lab: Lab, prompt: tuple[int, ...]) -> GateResult:
     """A server need not offer them; one that replaces a server which does must, or this gate could be switched off."""
-    incumbent = lab.server(lab.setup(arm="incumbent"))
-    if _offered(lab, incumbent, [Request(prompt, NEW_TOKENS)]) is not None:
+    request = [Request(prompt, NEW_TOKENS)]
+    if lab.incumbent_serves("logprobs", lambda server: _offered(lab, server, request) is not None):
         detail = "no log-probabilities are offered any more; the incumbent offers them"
         return failed("logprobs", "G07", RejectReason.TOKEN_ACCOUNTING, detail)
     return passed("logprobs", "G07", "the server offers no log-probabilities", offered=False)

@@ -141,6 +141,26 @@ class Client:
         """A raw POST, for checks of how a server treats bad input."""
         return self._control("POST", path, body, timeout_s)
 
+    def whole(self, request: Request, message: str | None = None, timeout_s: float = 60.0) -> tuple[Stream, tuple[int, ...]]:
+        """One request whose answer comes in one piece, with the prompt's ids as the server states them; `message`: as a
+        chat of one user's message instead of the prompt. What goes wrong is the stream's `error`."""
+        sent = json.loads(request.body(self._model or MODEL_FALLBACK)) | {"stream": False}
+        del sent["stream_options"]
+        if message is not None:
+            del sent["prompt"]
+            sent["messages"] = [{"role": "user", "content": message}]
+        path = "/v1/completions" if message is None else "/v1/chat/completions"
+        began = time.perf_counter_ns()
+        try:
+            answer = self._control("POST", path, json.dumps(sent).encode(), timeout_s)
+        except (OSError, ClientError) as error:
+            return Stream(request.prompt_ids, (), "", None, began, (), None, f"{path}: {error or type(error).__name__}"), ()
+        got, prompt = wire.whole(answer, time.perf_counter_ns())
+        asked = request.prompt_ids if message is None else prompt
+        return Stream(
+            asked, got.token_ids, got.text, got.finish_reason, began, got.arrivals_ns, got.usage, got.error, got.status
+        ), prompt
+
     def _json(self, method: str, path: str, body: Any, timeout_s: float) -> dict[str, Any]:
         answer = self._checked(method, path, body, timeout_s)
         try:

@@ -183,6 +183,30 @@ def completion(pieces: list[bytes], stamps: list[int]) -> Completion:
     return parsed.completion(None)
 
 
+def whole(answer: Answer, stamp: int) -> tuple[Completion, tuple[int, ...]]:
+    """An answer that was not streamed, completion or chat: (what it holds, the prompt's ids as the server has them).
+
+    Tokens all arrive at `stamp`. What is wrong with it stands in `error`.
+    """
+    if answer.status != 200:
+        text = plain(answer.body[:500].decode("utf-8", "replace"))
+        return Completion(error=f"HTTP {answer.status}: {text}", status=answer.status), ()
+    parsed = _Events()
+    prompt: tuple[int, ...] = ()
+    try:
+        data = loads(answer.body)
+        choice = data["choices"][0]
+        said = choice.get("message")
+        parsed.event(json.dumps({"choices": [choice | {"text": said["content"]} if said else choice], "usage": data.get("usage")}).encode(), stamp)
+        ids = data.get("prompt_token_ids") or choice.get("prompt_token_ids") or ()
+        prompt = tuple(i for i in ids if type(i) is int and 0 <= i < _MOST_ID)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        return Completion(error=f"protocol: {type(error).__name__}: {plain(str(error), 200)}", status=200), ()
+    except _Bad as error:
+        return parsed.completion(f"protocol: {error}"), ()
+    return parsed.completion(None if parsed.finish_reason else "no finish reason"), prompt
+
+
 def _clock(pieces: list[bytes], stamps: list[int], answer: Answer):
     """Body offset (exclusive end) -> the stamp of the piece that brought its last byte."""
     totals: list[int] = []

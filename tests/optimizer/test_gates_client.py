@@ -236,3 +236,28 @@ def test_gates_and_benchmark_send_the_same_fields():
     greedy, sampled = Request((1, 2), 3), Request((1, 2), 3, temperature=1.0, seed=5)
     fields = [set(json.loads(r.body("m"))) for r in (greedy, sampled)]
     assert fields[1] - fields[0] == {"seed"} and "return_token_ids" in fields[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"[]", "protocol"),
+        (b'{"choices": []}', "protocol"),
+        (b'{"choices": [{"message": {}}]}', "protocol"),
+        (b'{"choices": [{"text": "a", "token_ids": ["x"], "finish_reason": "length"}]}', "list of token ids"),
+        (b'{"choices": [{"text": "a", "token_ids": [1]}]}', "no finish reason"),
+        (b"[" * 100_000, "protocol"),
+    ],
+)
+def test_a_broken_answer_in_one_piece_is_an_error(body, words):
+    got, prompt = wire.whole(wire.Answer(200, {}, body), 5)
+    assert words in (got.error or "") and prompt == ()
+
+
+def test_a_chat_in_one_piece_gives_tokens_text_and_the_prompt_as_the_server_has_it():
+    choice = {"index": 0, "message": {"role": "assistant", "content": "ab"}, "token_ids": [7, 8], "finish_reason": "length"}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2}
+    body = json.dumps({"choices": [choice], "usage": usage, "prompt_token_ids": [1, 5, 6]}).encode()
+    got, prompt = wire.whole(wire.Answer(200, {}, body), 5)
+    assert (got.token_ids, got.text, got.finish_reason, got.usage, got.error) == ((7, 8), "ab", "length", usage, None)
+    assert prompt == (1, 5, 6) and got.arrivals_ns == (5, 5)
