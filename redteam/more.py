@@ -65,7 +65,7 @@ MORE: tuple[Case, ...] = (
                  "    return torch.cat(parts, dim=-1)\n\n\nTensorParallel.all_gather = _stale", "all_gather"), tp=2),
     cheat("X19", "a thread for every request, never ended", "G19",
           append("EngineCore", "import threading\n\n_plain = EngineCore._finish\n\n\ndef _finish(self, sequence, reason):\n"
-                 "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n    _plain(self, sequence, reason)\n\n\nEngineCore._finish = _finish", "_finish")),
+                 "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n    _plain(self, sequence, reason)\n\n\nEngineCore._finish = _finish", "_finish"), without=("policy",)),
     cheat("X20", "every sequence ever served is kept", "G19",
           append("EngineCore", "_plain = EngineCore._finish\n_all = []\n\n\ndef _finish(self, sequence, reason):\n    _all.append((sequence, bytearray(b\"x\") * 100000))\n"
                  "    _plain(self, sequence, reason)\n\n\nEngineCore._finish = _finish", "_finish")),

@@ -219,8 +219,6 @@ class _Visitor(ast.NodeVisitor):
             origin = inner_module(self.names[node.id])
             if origin in _INNER:
                 self.add(node, ASK, "hands a module on", origin)
-            else:
-                self.match(node, origin)
 
     def visit_Call(self, node: ast.Call) -> None:
         name = node.func.id if isinstance(node.func, ast.Name) else ""

@@ -199,6 +199,7 @@ ALLOWED = [
     "def f():\n    " + repr("a sentence of a docstring " * 20),
     "x = '/v1/completions'\ny = a.eval()\n",
     "import torch\nw = torch.signal.windows.hann(8)",
+    "def load(model, model_dir: Path): return model_dir / 'config.json'",
     "import os\nimport sys\nprint(os.sched_yield(), sys.byteorder, os.path.join('a', 'b'), file=sys.stderr)",
 ]
 
@@ -218,6 +219,11 @@ def test_the_policy_asks_a_person(source):
 @pytest.mark.parametrize("source", ALLOWED)
 def test_the_policy_lets_pass(source):
     assert policy.findings(source) == []
+
+
+def test_a_name_that_was_imported_before_may_be_used_again():
+    before = "from pathlib import Path\n"
+    assert policy.new_findings({"a.py": before}, {"a.py": before + "def f(model_dir: Path): return Path(model_dir, 'x')\n"}) == []
 
 
 def test_only_what_is_new_counts():
