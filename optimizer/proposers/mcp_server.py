@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,10 +31,17 @@ from .mailbox import AlreadyAnswered, Mailbox
 from .toolbox import DESCRIPTIONS, Toolbox, ToolError
 
 MOST_QUERIES, MOST_DRY_RUNS = 2000, 120  # per run, all clients together
+# What a client may say about the run that it starts. Not: what loosens the gates, loads code into the optimiser, or is
+# another command (`seal`, `review`, `admit`).
+START_OPTIONS = (
+    "--target", "--goal", "--target-dir", "--model", "--tp", "--device", "--devices", "--protocol", "--attempts",
+    "--budget-minutes", "--max-rejections", "--gpu-minutes", "--seed",
+)  # fmt: skip
 LONGEST_WAIT_S = 540.0
 INSTRUCTIONS = """Make an LLM inference engine faster, one small measured patch at a time. start_run or join_run,
 then for each attempt: wait_for_question, look (list_findings, explain, read_code, skills, history), dry_run, then
-submit_patch (or decline), then verdict. Edits go through submit_patch only. Greedy tokens must stay what they are."""
+submit_patch (or decline) with that attempt's number, then verdict. Edits go through submit_patch only. Greedy tokens
+must stay what they are. Several clients may share this server: `run` in a call names a run other than the joined one."""
 
 
 class EditIn(BaseModel):
@@ -67,19 +75,27 @@ class PatchIn(BaseModel):
 
 
 class Session:
-    """One server process: which run it is joined to. All state of a run is in the run's folder."""
+    """One server process, for any number of clients: the run that a call means when it names none. The protocol has no
+    sessions of its own any more, so that run is not changed under a client while it is going. All state of a run is in
+    the run's folder."""
 
     def __init__(self, runs_dir: Path, run_dir: Path | None = None, skill_folders: tuple[Path, ...] = ()) -> None:
         self.runs_dir, self.run_dir = runs_dir, run_dir
         self.skills = skillbook.load_all([skillbook.BUILT_IN, *skill_folders])
         self.process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
 
     # -- runs ------------------------------------------------------------------------------------------------
 
     def start(self, arguments: list[str]) -> str:
-        """Start `optimize --agent mcp ...` as a process of its own and join it."""
-        if self.process is not None and self.process.poll() is None:
-            raise ToolError("this server's run is still going; join_run another, or wait")
+        """Start `optimize --agent mcp ...` as a process of its own and join it. Arguments: START_OPTIONS only."""
+        checked = start_arguments(arguments)
+        with self._starting:
+            if self.process is not None and self.process.poll() is None:
+                raise ToolError("this server's run is still going; join_run another, or wait")
+            return self._start(checked)
+
+    def _start(self, arguments: list[str]) -> str:
         place = self.runs_dir / runs.new_id()
         command = [sys.executable, "-m", "optimizer.cli", "--agent", "mcp", "--run-dir", str(place), "--runs", str(self.runs_dir), *arguments]
         self.runs_dir.mkdir(parents=True, exist_ok=True)
@@ -97,17 +113,26 @@ class Session:
         return f"run {place.name} began; wait_for_question says when it waits for a patch (traces and calibration come first)"
 
     def join(self, name: str | None) -> str:
-        self.run_dir = runs.find(self.runs_dir, name)
-        return f"joined run {self.run_dir.name}; {self.status()}"
+        """Make a run the one that calls mean; another one that is still going stays it."""
+        wanted = runs.find(self.runs_dir, name)
+        if self.run_dir is not None and self.run_dir != wanted and not self._finished(self.run_dir):
+            raise ToolError(f"this server is joined to run {self.run_dir.name}, which has not finished; say run={wanted.name!r} in each call")
+        self.run_dir = wanted
+        return f"joined run {wanted.name}; {self.status()}"
 
-    def status(self) -> str:
-        run = self._run()
+    def _finished(self, place: Path) -> bool:
+        return any(x["kind"] == "finished" for x in runs.load(place).ledger.lines()[-3:])
+
+    def status(self, name: str | None = None) -> str:
+        run = self._run(name)
         lines = run.ledger.lines()
         done = state.attempts(lines)
+        question = Mailbox(run.dir).question()
         facts = {
             "run": run.dir.name,
             "finished": next((x["data"].get("reason") for x in lines if x["kind"] == "finished"), None),
-            "waits_for_a_patch": self._box().question() is not None,
+            "waits_for_a_patch": question is not None,
+            "open_attempt": question[0] if question else None,
             "attempts": len(done),
             "accepted": sum(x["kind"] == "accepted" for x in lines),
             "speedup": round(state.speedup(lines), 4),
@@ -116,24 +141,26 @@ class Session:
         }
         return json.dumps(facts)
 
-    def wait_for_question(self, seconds: float) -> str:
+    def wait_for_question(self, seconds: float, name: str | None = None) -> str:
         """Wait until the run wants a patch, has finished, or the time is over."""
+        run = self._run(name)
+        own = self.process if run.dir == self.run_dir else None
         deadline = time.monotonic() + min(seconds, LONGEST_WAIT_S)
         while time.monotonic() < deadline:
-            if (found := self._box().question()) is not None:
+            if (found := Mailbox(run.dir).question()) is not None:
                 return f"attempt {found[0]} waits for a patch"
-            if any(x["kind"] == "finished" for x in self._run().ledger.lines()[-3:]):
-                return f"the run has finished: {self.status()}"
-            if self.process is not None and self.process.poll() is not None:
-                return f"the run's process has ended: {self.status()}"
+            if self._finished(run.dir):
+                return f"the run has finished: {self.status(name)}"
+            if own is not None and own.poll() is not None:
+                return f"the run's process has ended: {self.status(name)}"
             time.sleep(0.3)
-        return f"not yet: {self.status()}"
+        return f"not yet: {self.status(name)}"
 
-    def verdict(self, attempt: int, seconds: float) -> str:
+    def verdict(self, attempt: int, seconds: float, name: str | None = None) -> str:
         """Wait for an attempt's end: verdict, class of the reason, interval, what the trace says."""
         deadline = time.monotonic() + min(seconds, LONGEST_WAIT_S)
         while True:
-            lines = self._run().ledger.lines()
+            lines = self._run(name).ledger.lines()
             item = next((h for h in state.history(lines) if h["attempt"] == attempt), None)
             if item is not None:
                 accepted = next((x["data"] for x in lines if x["kind"] == "accepted" and x["attempt"] == attempt), {})
@@ -141,51 +168,81 @@ class Session:
                 shown = {k: v for k, v in item.items() if k not in ("ast_hash", "patch_sha") and v not in (None, "")}
                 return json.dumps({**shown, **extra}, default=str)
             if time.monotonic() >= deadline:
-                return f"attempt {attempt} has no verdict yet: {self.status()}"
+                return f"attempt {attempt} has no verdict yet: {self.status(name)}"
             time.sleep(0.5)
 
     # -- the open question -----------------------------------------------------------------------------------
 
-    def use(self, tool: str, arguments: dict[str, Any]) -> str:
-        """A tool of the toolbox on the open question; counted against the run's budget of queries."""
-        box = self._box()
+    def use(self, tool: str, arguments: dict[str, Any], name: str | None = None, attempt: int | None = None) -> str:
+        """A tool of the toolbox on the open question; counted against the run's budget of queries.
+
+        attempt: the one that the caller has looked at; another that is open by now is not answered by it.
+        """
+        if tool in ("list_skills", "read_skill") and self.run_dir is None and name is None:
+            return Toolbox(ProposeContext({}, ()), self.skills, "mcp").call(tool, arguments)
+        run = self._run(name)
+        box = Mailbox(run.dir)
         found = box.question()
         if found is None and tool in ("list_skills", "read_skill"):
             return Toolbox(ProposeContext({}, ()), self.skills, "mcp").call(tool, arguments)
         if found is None:
-            raise ToolError(f"the run does not wait for a patch now: {self.status()}")
+            raise ToolError(f"the run does not wait for a patch now: {self.status(name)}")
         number, ctx = found
+        _same(attempt, number)
         left = box.count("queries", MOST_QUERIES)
         if tool == "dry_run":
             box.count("dry_runs", MOST_DRY_RUNS)
-        toolbox = Toolbox(replace(ctx, try_out=self._try_out), self.skills, "mcp")
+        toolbox = Toolbox(replace(ctx, try_out=lambda sources: _try_out(run, sources)), self.skills, "mcp")
         answer = toolbox.call(tool, arguments)
+        if tool == "list_findings":
+            answer = json.dumps({"attempt": number, **json.loads(answer)}, indent=1)
         if toolbox.submitted is not None:
             box.reply(number, toolbox.submitted)
             answer = f"attempt {number}: {answer.replace('history', 'verdict')}"
         return answer if left > 20 else f"{answer}\n({left} queries left in this run)"
 
-    def decline(self, why: str) -> str:
-        found = self._box().question()
+    def decline(self, attempt: int, why: str, name: str | None = None) -> str:
+        box = Mailbox(self._run(name).dir)
+        found = box.question()
         if found is None:
             raise ToolError("the run does not wait for a patch now")
-        self._box().reply(found[0], Declined("mcp", why=why, final=True))
+        _same(attempt, found[0])
+        box.reply(found[0], Declined("mcp", why=why, final=True))
         return "declined; the run ends when its proposer has nothing left"
 
-    def _try_out(self, sources: Any) -> str | None:
-        from optimizer.tryout import try_out
-
-        return try_out(self._run(), sources)
-
-    def _run(self) -> runs.Run:
+    def _run(self, name: str | None = None) -> runs.Run:
+        if name is not None:
+            return runs.load(runs.find(self.runs_dir, name))
         if self.run_dir is None:
             raise ToolError("no run: start_run or join_run first")
         return runs.load(self.run_dir)
 
-    def _box(self) -> Mailbox:
-        if self.run_dir is None:
-            raise ToolError("no run: start_run or join_run first")
-        return Mailbox(self.run_dir)
+
+def start_arguments(arguments: list[str]) -> list[str]:
+    """Options of `optimize` that a client may set, each with its value. Raises ToolError on anything else."""
+    checked: list[str] = []
+    rest = list(arguments)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if name not in START_OPTIONS:
+            raise ToolError(f"{name!r} cannot be set here; a client may set {', '.join(START_OPTIONS)}, each with a value")
+        if not equals:
+            if not rest:
+                raise ToolError(f"{name} needs a value")
+            value = rest.pop(0)
+        checked.append(f"{name}={value}")
+    return checked
+
+
+def _same(attempt: int | None, opened: int) -> None:
+    if attempt is not None and attempt != opened:
+        raise ToolError(f"attempt {attempt} is not open, attempt {opened} is: look at its findings and code first")
+
+
+def _try_out(run: runs.Run, sources: Any) -> str | None:
+    from optimizer.tryout import try_out
+
+    return try_out(run, sources)
 
 
 def _guarded(work: Callable[[], str]) -> str:
@@ -200,7 +257,7 @@ def build_server(session: Session) -> MCPServer:
     """The MCP server with every tool bound to one session."""
     server = MCPServer("hotloop", instructions=INSTRUCTIONS)
 
-    @server.tool(description="Start a run of the loop that asks this server's clients for patches. arguments: of `optimize`, e.g. ['--tp','4'].")
+    @server.tool(description=f"Start a run of the loop that asks this server's clients for patches. arguments: e.g. ['--tp', '4']; {', '.join(START_OPTIONS)}.")
     def start_run(arguments: list[str]) -> str:
         return _guarded(lambda: session.start(arguments))
 
@@ -209,20 +266,20 @@ def build_server(session: Session) -> MCPServer:
         return _guarded(lambda: session.join(run))
 
     @server.tool(description="Where the run stands.")
-    def status() -> str:
-        return _guarded(session.status)
+    def status(run: str | None = None) -> str:
+        return _guarded(lambda: session.status(run))
 
     @server.tool(description="Wait (at most 540 s) until the run wants a patch or has finished.")
-    def wait_for_question(seconds: float = 240.0) -> str:
-        return _guarded(lambda: session.wait_for_question(seconds))
+    def wait_for_question(seconds: float = 240.0, run: str | None = None) -> str:
+        return _guarded(lambda: session.wait_for_question(seconds, run))
 
     @server.tool(description="Wait for an attempt's verdict: class of the reason, measured interval, change in the trace.")
-    def verdict(attempt: int, seconds: float = 240.0) -> str:
-        return _guarded(lambda: session.verdict(attempt, seconds))
+    def verdict(attempt: int, seconds: float = 240.0, run: str | None = None) -> str:
+        return _guarded(lambda: session.verdict(attempt, seconds, run))
 
     @server.tool(description="Say that nothing is worth trying; the run ends.")
-    def decline(why: str) -> str:
-        return _guarded(lambda: session.decline(why))
+    def decline(attempt: int, why: str, run: str | None = None) -> str:
+        return _guarded(lambda: session.decline(attempt, why, run))
 
     _add_looks(server, session)
     return server
@@ -231,48 +288,48 @@ def build_server(session: Session) -> MCPServer:
 def _add_looks(server: MCPServer, session: Session) -> None:
     """The toolbox's own tools, with typed arguments."""
 
-    def use(tool: str, **arguments: Any) -> str:
-        return _guarded(lambda: session.use(tool, arguments))
+    def use(tool: str, run: str | None, attempt: int | None = None, **arguments: Any) -> str:
+        return _guarded(lambda: session.use(tool, arguments, run, attempt))
 
     @server.tool(description=DESCRIPTIONS["list_findings"])
-    def list_findings() -> str:
-        return use("list_findings")
+    def list_findings(run: str | None = None) -> str:
+        return use("list_findings", run)
 
     @server.tool(description=DESCRIPTIONS["explain"])
-    def explain(finding_id: str) -> str:
-        return use("explain", finding_id=finding_id)
+    def explain(finding_id: str, run: str | None = None) -> str:
+        return use("explain", run, finding_id=finding_id)
 
     @server.tool(description=DESCRIPTIONS["read_code"])
-    def read_code(file: str, first_line: int = 1, last_line: int = 0) -> str:
-        return use("read_code", file=file, first_line=first_line, last_line=last_line)
+    def read_code(file: str, first_line: int = 1, last_line: int = 0, run: str | None = None) -> str:
+        return use("read_code", run, file=file, first_line=first_line, last_line=last_line)
 
     @server.tool(description=DESCRIPTIONS["search_code"])
-    def search_code(pattern: str) -> str:
-        return use("search_code", pattern=pattern)
+    def search_code(pattern: str, run: str | None = None) -> str:
+        return use("search_code", run, pattern=pattern)
 
     @server.tool(description=DESCRIPTIONS["list_skills"])
-    def list_skills() -> str:
-        return use("list_skills")
+    def list_skills(run: str | None = None) -> str:
+        return use("list_skills", run)
 
     @server.tool(description=DESCRIPTIONS["read_skill"])
-    def read_skill(name: str) -> str:
-        return use("read_skill", name=name)
+    def read_skill(name: str, run: str | None = None) -> str:
+        return use("read_skill", run, name=name)
 
     @server.tool(description=DESCRIPTIONS["knowledge"])
-    def knowledge() -> str:
-        return use("knowledge")
+    def knowledge(run: str | None = None) -> str:
+        return use("knowledge", run)
 
     @server.tool(description=DESCRIPTIONS["history"])
-    def history() -> str:
-        return use("history")
+    def history(run: str | None = None) -> str:
+        return use("history", run)
 
     @server.tool(description=DESCRIPTIONS["dry_run"])
-    def dry_run(edits: list[EditIn], functions: list[FunctionIn] | None = None) -> str:
-        return use("dry_run", edits=[e.model_dump() for e in edits], functions=[f.model_dump() for f in functions or []])
+    def dry_run(edits: list[EditIn], functions: list[FunctionIn] | None = None, run: str | None = None) -> str:
+        return use("dry_run", run, edits=[e.model_dump() for e in edits], functions=[f.model_dump() for f in functions or []])
 
     @server.tool(description=DESCRIPTIONS["submit_patch"])
-    def submit_patch(patches: list[PatchIn]) -> str:
-        return use("submit_patch", patches=[p.model_dump() for p in patches])
+    def submit_patch(attempt: int, patches: list[PatchIn], run: str | None = None) -> str:
+        return use("submit_patch", run, attempt, patches=[p.model_dump() for p in patches])
 
 
 def main(runs_dir: Path, run: str | None = None, port: int | None = None, folders: tuple[Path, ...] = ()) -> None:

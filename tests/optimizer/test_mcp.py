@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import loop_fakes as fake
 import pytest
 from loop_fakes import Fakes, new_run
@@ -18,7 +22,8 @@ from mcp import Client, StdioServerParameters
 from optimizer.loop import Loop
 from optimizer.proposers import Declined, ProposeContext, get
 from optimizer.proposers.mailbox import AlreadyAnswered, Mailbox
-from optimizer.proposers.mcp_server import Session, build_server
+from optimizer.proposers.mcp_server import Session, build_server, start_arguments
+from optimizer.proposers.toolbox import ToolError
 from optimizer.run import Run
 from optimizer.services import NoProposal, Question
 from optimizer.types import Series
@@ -72,25 +77,29 @@ def test_an_agent_looks_submits_and_reads_the_verdict(tmp_path: Path) -> None:
             assert {"list_findings", "explain", "read_code", "dry_run", "submit_patch", "verdict", "join_run"} <= names
             assert not any(word in name for name in names for word in ("bench", "shell", "time", "measure"))
             await call("join_run")
-            assert "attempt 1 waits" in await call("wait_for_question", seconds=20)
+            assert "attempt 1 waits" in await call("wait_for_question", seconds=120)
             assert json.loads(await call("list_findings"))["findings"][0]["id"] == "host-reads"
             assert '"bound_us": 800.0' in await call("explain", finding_id="launch-bound")
             assert "STEP_US = 1000" in await call("read_code", file="model.py")
             assert "inference" in await call("list_skills")
-            bad = await client.call_tool("submit_patch", {"patches": [PATCH | {"predicted_us": 5000.0}]})
+            bad = await client.call_tool("submit_patch", {"attempt": 1, "patches": [PATCH | {"predicted_us": 5000.0}]})
             assert bad.is_error and "above the bound" in text(bad)
-            assert "attempt 1: submitted" in await call("submit_patch", patches=[PATCH])
-            late = await client.call_tool("submit_patch", {"patches": [PATCH]})
+            stale = await client.call_tool("submit_patch", {"attempt": 7, "patches": [PATCH]})
+            assert stale.is_error and "attempt 1 is" in text(stale)
+            assert "attempt 1: submitted" in await call("submit_patch", attempt=1, patches=[PATCH])
+            late = await client.call_tool("submit_patch", {"attempt": 1, "patches": [PATCH]})
             assert late.is_error  # one answer per attempt
-            verdict = json.loads(await call("verdict", attempt=1, seconds=30))
+            said = await call("verdict", attempt=1, seconds=150)
+            assert said.startswith("{"), said
+            verdict = json.loads(said)
             assert verdict["verdict"] == "accept" and verdict["ratio"] == pytest.approx(0.7, rel=0.03)
             assert verdict["traced_us"] == pytest.approx(300)
-            assert "attempt 2 waits" in await call("wait_for_question", seconds=20)
+            assert "attempt 2 waits" in await call("wait_for_question", seconds=120)
             assert json.loads((await call("history")).splitlines()[0])["mechanism"] == "shorter-step"
-            await call("decline", why="enough")
+            await call("decline", attempt=2, why="enough")
 
     asyncio.run(drive())
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     assert [k for k in fake.kinds(run) if k in ("accepted", "finished")] == ["accepted", "finished"]
 
@@ -147,6 +156,85 @@ def test_no_agent_no_patch(tmp_path: Path) -> None:
     stopped = ProposeContext({}, [], exchanges=tmp_path / "exchanges", attempt=1, stopped=lambda: True)
     answer = proposer.propose(stopped)
     assert isinstance(answer, Declined) and not answer.final
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["seal", "--reason", "x"],  # another command
+        ["--unsafe-no-sandbox"],
+        ["--accept-numeric-drift"],
+        ["--trust-skills", "/tmp"],  # code in the optimiser's process
+        ["--tp", "4", "review"],
+        ["--tp"],
+        ["--attempts=1", "--agent=playbook"],
+    ],
+)
+def test_a_client_starts_runs_but_loosens_nothing(arguments: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match=r"cannot be set here|needs a value"):
+        Session(tmp_path).start(arguments)
+    assert list(tmp_path.iterdir()) == []
+    assert start_arguments(["--tp", "4", "--goal=1.5x"]) == ["--tp=4", "--goal=1.5x"]
+
+
+def test_a_second_client_cannot_move_the_first_ones_run_and_names_its_own(tmp_path: Path) -> None:
+    one, two = (new_run(tmp_path / "runs" / name, agent="mcp") for name in ("one", "two"))
+    for run in (one, two):
+        Mailbox(run.dir).ask(1, ProposeContext({"model.py": f"NAME = {run.dir.name!r}\n"}, [], incumbent="c0", attempt=1))
+    session = Session(tmp_path / "runs")
+    session.join("one")
+    with pytest.raises(ToolError, match="run='two'"):
+        session.join("two")
+    look = {"file": "model.py", "first_line": 1, "last_line": 0}
+    assert "'one'" in session.use("read_code", look) and "'two'" in session.use("read_code", look, "two")
+    one.ledger.append("finished", None, {"reason": "over"})
+    assert session.join("two").startswith("joined run two")
+
+
+def free_port() -> int:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return door.getsockname()[1]
+
+
+def test_the_command_line_serves_several_clients_over_http_on_this_machine_only(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "runs" / "run", agent="mcp")
+    Mailbox(run.dir).ask(1, ProposeContext({"model.py": "STEP_US = 1000\n"}, [fake.Finding("launch-bound", "launch-bound", fake.Status.FOUND, "x")], incumbent="c0", attempt=1))
+    port = free_port()
+    command = [sys.executable, "-m", "optimizer.cli", "mcp", "--http", str(port), "--runs", str(tmp_path / "runs"), "--run", "run"]
+
+    async def client(name: str) -> list[str]:
+        async with Client(f"http://127.0.0.1:{port}/mcp") as client:
+            waits = await client.call_tool("wait_for_question", {"seconds": 20})
+            patch = PATCH | {"title": name, "predicted_us": 0.0}
+            return [text(waits), text(await client.call_tool("submit_patch", {"attempt": 1, "patches": [patch]}))]
+
+    async def both() -> list[list[str]]:
+        return await asyncio.gather(client("first"), client("second"))
+
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            _wait_for(port, server)
+            stranger = httpx2.post(f"http://127.0.0.1:{port}/mcp", headers={"Host": "elsewhere.example"}, json={})
+            assert stranger.status_code in (400, 403, 421)
+            said = asyncio.run(asyncio.wait_for(both(), 90))
+        finally:
+            server.terminate()
+    assert [waits for waits, _ in said] == ["attempt 1 waits for a patch"] * 2
+    won = [answer for _, answer in said if "attempt 1: submitted" in answer]
+    assert len(won) == 1  # and the other was told so
+    series = Mailbox(run.dir).answer(1)
+    assert isinstance(series, Series) and series.patches[0].title in ("first", "second")
+
+
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        with socket.socket() as door:
+            if door.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert server.poll() is None
+        time.sleep(0.1)
+    raise AssertionError("the server did not come up")
 
 
 def test_the_command_line_serves_over_stdio(tmp_path: Path) -> None:
