@@ -125,20 +125,28 @@ def _read(file: Path) -> dict[str, Any]:
 
 @knowledge_app.command("check")
 def check(file: Annotated[Path | None, typer.Argument(help="a MetaInfer blueprint; our own if left out")] = None, blueprint: Folder = BLUEPRINT) -> None:
-    """Find contradictions, stale evidence and advice that loosens gates. Exit 1 when something blocks."""
+    """Find contradictions, stale evidence and advice that loosens gates.
+
+    Exit 1 when one blocks: in our own blueprint, when an accepted entry has it; the others wait for a person anyway.
+    """
     from optimizer import seal
     from optimizer.knowledge import check as blueprint_check
     from optimizer.knowledge import prose as blueprint_prose
-    from optimizer.knowledge.blueprint import Blueprint
+    from optimizer.knowledge.blueprint import Blueprint, Status
+    from optimizer.review import queue as review
 
+    fatal: set[str] | None = None
     if file is None:
-        found = blueprint_check.check(Blueprint.load(blueprint).entries(), gates_digest=seal.digest())
+        entries = Blueprint.load(blueprint).entries()
+        here = review.present(review.Item(e, None) for e in entries)
+        found = blueprint_check.check(entries, gates_digest=seal.digest(), files=here)
+        fatal = {e.id for e in entries if e.status is Status.ACCEPTED}
     else:
         found = blueprint_prose.check(_read(file))
     for problem in found:
         _console().print(f"{'blocks' if problem.blocking else 'note  '}  {problem}", markup=False)
     _console().print(f"{len(found)} problems")
-    raise typer.Exit(1 if any(p.blocking for p in found) else 0)
+    raise typer.Exit(1 if any(p.blocking and (fatal is None or fatal & set(p.entries)) for p in found) else 0)
 
 
 @knowledge_app.command("import")

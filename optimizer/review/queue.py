@@ -11,7 +11,7 @@ import getpass
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
 
+from optimizer import seal
 from optimizer.knowledge import check as blueprint_check
 from optimizer.knowledge import writeback
 from optimizer.knowledge.blueprint import BLUEPRINT, Blueprint, Entry, Gain, Scope, Status
@@ -84,7 +85,16 @@ def problems(item: Item, folder: Path = BLUEPRINT, as_accepted: bool = True) -> 
     book = Blueprint.load(folder) if folder.is_dir() else Blueprint((), folder)
     entry = item.entry.model_copy(update={"status": Status.ACCEPTED}) if as_accepted else item.entry
     others = [e for e in book.entries() if e.status is Status.ACCEPTED and e.id != entry.id]
-    return [*_taken(item, book), *(p for p in blueprint_check.check([*others, entry]) if entry.id in p.entries)]
+    found = blueprint_check.check([*others, entry], gates_digest=seal.digest(), files=present([item]))
+    return [*_taken(item, book), *(p for p in found if entry.id in p.entries)]
+
+
+def present(items: Iterable[Item]) -> set[str]:
+    """sha256 of the traces that these entries cite and that are here, in their run, a shipped record or the baselines."""
+    from optimizer.review import evidence  # draws in the reading of traces, which listing needs only here
+
+    files = (f for i in items for f in evidence.traces(i.entry, i.run or evidence.record(i.entry)))
+    return {f.sha256 for f in files if f.path is not None}
 
 
 def _taken(item: Item, book: Blueprint) -> list[Problem]:

@@ -147,6 +147,25 @@ def test_stale_and_missing_evidence_and_loosened_gates_are_found() -> None:
     assert kinds([entry("a", preconditions=["disable the oracle for this shape"])]) == {Kind.LOOSENS_A_GATE}
 
 
+def test_the_review_shows_stale_evidence_and_the_check_fails_for_accepted_entries_only(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from optimizer.cli import app
+
+    proof = Evidence(gates_digest="old", traces={"before: traces/gone.json.gz": "0" * 64}, ledger_hash="l")
+    book = Blueprint((), tmp_path)
+    book.put(entry("a", evidence=proof, demands=["x"], forbids=["x"]))
+    book.save("t")
+    item = review.queue(tmp_path / "none", tmp_path)[0]
+    assert {p.kind for p in review.problems(item, tmp_path)} >= {Kind.STALE_GATES, Kind.MISSING_EVIDENCE, Kind.SELF_CONFLICT}
+    check_it = ["knowledge", "check", "--blueprint", str(tmp_path)]
+    waiting = CliRunner().invoke(app, check_it)
+    assert waiting.exit_code == 0 and "stale-gates" in waiting.output and "missing-evidence" in waiting.output
+    book.put(entry("a", evidence=proof, demands=["x"], forbids=["x"], status=Status.ACCEPTED))
+    book.save("t")
+    assert CliRunner().invoke(app, check_it).exit_code == 1
+
+
 # -- from a run to the blueprint -------------------------------------------------------------------------------
 
 
