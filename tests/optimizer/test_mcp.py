@@ -245,3 +245,17 @@ def test_the_command_line_serves_over_stdio(tmp_path: Path) -> None:
             assert result.is_error and "no runs in" in text(result)
 
     asyncio.run(asyncio.wait_for(drive(), 60))
+
+
+def test_the_two_lines_of_the_readme_start_the_server() -> None:
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+    block = readme.split("```json\n", 1)[1].split("```", 1)[0]
+    entry = json.loads(block)["mcpServers"]["hotloop"]
+    assert len(block.splitlines()) == 2 and entry["command"].endswith("/optimize")
+
+    async def drive() -> None:
+        command = StdioServerParameters(command=str(Path(sys.executable).with_name("optimize")), args=entry["args"])
+        async with Client(command) as client:
+            assert {"start_run", "submit_patch", "verdict"} <= {tool.name for tool in (await client.list_tools()).tools}
+
+    asyncio.run(asyncio.wait_for(drive(), 60))
