@@ -15,7 +15,7 @@ from optimizer import baseline
 from optimizer.cli import app
 from optimizer.outside import OutsideError, parse, serve
 from reports import baselines
-from trace_diff import api
+from trace_diff import api, windows
 from trace_diff.cut import choose
 from trace_diff.types import Phase
 
@@ -128,11 +128,8 @@ def test_the_bundled_baselines_hold_what_their_index_says():
     )
 
 
-def test_a_cut_of_a_prefill_alone_keeps_a_prefill(want, site, tmp_path):
-    got = baseline.capture(replace(want, engine="vllm", vllm_site=site), tmp_path / "kept")
-    trace = api.load(list(got.paths))
-    from trace_diff import windows
-
+def test_a_cut_of_a_prefill_alone_keeps_a_prefill():
+    trace = api.load(list(baselines.get("cpu-vllm-compile-tp1").paths))
     steps = [step for rank in trace for step in windows.steps(rank)]
     assert [s.phase for s in choose(steps, 1, 0)] == [Phase.PREFILL]
 

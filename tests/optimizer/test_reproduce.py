@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from loop_fakes import ENABLED_WIN, ENGINE, WEIGHTS, WIN, Fakes, new_run, one, speed
 
-from optimizer import reproduce
+from optimizer import reproduce, start
 from optimizer.loop import Loop
 from optimizer.recorded import Incomplete, whole_copy
 from optimizer.reproduce import Options, Ratio, ReproduceError, agree, weights_for
@@ -197,6 +197,15 @@ def _seeded(record: Run, repo: Path, tmp_path: Path) -> Run:
     shutil.copy(config / "config.json", record.dir / MODEL_CONFIG)
     record.request = replace(record.request, model_dir=tmp_path / "gone", weights_seed=5, weights_sha256=sha, model=dimensions)
     return record
+
+
+def test_a_run_with_random_weights_keeps_what_they_follow_from(repo, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(repo / "engine" / "tiny_qwen3" / "config.json", model)
+    made, seed = start._weights(model, tmp_path / "run", 5)
+    assert seed == 5 and (tmp_path / "run" / MODEL_CONFIG).read_bytes() == (made / "config.json").read_bytes()
+    assert start._weights(repo / "engine" / "tiny_qwen3", tmp_path / "other", 5)[1] is None and not (tmp_path / "other").exists()
 
 
 def test_random_weights_are_written_again_from_the_seed_and_the_kept_config(record, repo, tmp_path):
