@@ -36,8 +36,15 @@ def test_a_second_time_it_declines_with_a_reason(name, engine_sources, answer, a
     assert isinstance(again, str) and len(again) > 10
 
 
+def _within_the_envelope(before: dict[str, str], after: dict[str, str]) -> None:
+    changed = {f: t for f, t in after.items() if before.get(f) != t}
+    assert 0 < len(changed) <= MAX_FILES and 0 < changed_lines(before, changed) <= MAX_LINES
+    for file, text in changed.items():
+        compile(text, file, "exec", dont_inherit=True)
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_in_any_order_they_compose_or_decline(seed, engine_sources, answer) -> None:
+def test_in_any_order_they_compose_or_decline_once_and_leave_the_tokens_alone(seed, engine_sources, answer, plain_tokens, repo, tmp_path) -> None:
     names = list(ON_CPU)
     random.Random(seed).shuffle(names)
     sources, acted = engine_sources, []
@@ -46,11 +53,15 @@ def test_in_any_order_they_compose_or_decline(seed, engine_sources, answer) -> N
         if isinstance(rewrites, str):
             assert "failed" not in rewrites, f"{name} after {acted}: {rewrites}"
             continue
-        sources = rewrites[-1].after
+        for step in rewrites:
+            _within_the_envelope(sources, step.after)
+            sources = step.after
         acted.append(name)
-        for file, text in sources.items():
-            compile(text, file, "exec", dont_inherit=True)
     assert len(acted) >= len(ON_CPU) - 1, acted
+    for name in acted:
+        again = answer(name, sources)
+        assert isinstance(again, str) and "failed" not in again, f"{name} acts twice after {acted}"
+    assert _tokens(sources, repo / "engine/tiny_qwen3", tmp_path / "all") == plain_tokens, acted
 
 
 GENERATE = """
@@ -87,9 +98,13 @@ def _tokens(sources: dict[str, str], model: Path, place: Path) -> str:
     return done.stdout
 
 
-def test_together_they_leave_the_tokens_of_a_mixed_batch_alone(engine_sources, act, repo, tmp_path) -> None:
-    model = repo / "engine/tiny_qwen3"
-    base = _tokens(engine_sources, model, tmp_path / "base")
+@pytest.fixture(scope="module")
+def plain_tokens(engine_sources, repo, tmp_path_factory) -> str:
+    return _tokens(engine_sources, repo / "engine/tiny_qwen3", tmp_path_factory.mktemp("plain") / "base")
+
+
+def test_together_they_leave_the_tokens_of_a_mixed_batch_alone(engine_sources, act, plain_tokens, repo, tmp_path) -> None:
+    model, base = repo / "engine/tiny_qwen3", plain_tokens
     order = [n for n in ON_CPU if n != "direct-kv-write"] + ["direct-kv-write"]
     order.insert(0, order.pop(order.index("remove-host-reads")))  # needs the lists that batch-host-copies joins
     assert _tokens(act(engine_sources, *order, "library-norm"), model, tmp_path / "all") == base
