@@ -122,7 +122,9 @@ def _time_alone(sitting: Sitting, server: Outside, generator: LoadGenerator) -> 
             if turn == 2 * TURNS - 1 and not good:
                 raise
             continue
-        good, shas = (good + [taken], [*shas, cells.sha(work)]) if turn != "warm" else (good, shas)
+        if turn != "warm":
+            good.append(taken)
+            shas.append(cells.sha(work))
         if len(good) == TURNS:
             break
     said, against = judge(sitting, server)
