@@ -17,6 +17,7 @@ from trace_diff import summary
 from trace_diff.ingest import gather
 
 if TYPE_CHECKING:
+    from trace_diff.critical_path import CriticalPath
     from trace_diff.ingest import TraceSet
 
 def describe(sets: Sequence[TraceSet]) -> dict[str, Any]:
@@ -55,6 +56,23 @@ def _late(late: dict[str, Any]) -> str:
         f"rank {late['rank']} is late: its peers wait {micro(late['wait_ns_per_step'] / 1000)} a step for it, "
         f"{late['share']:.0%} of all waiting; {late['cause']}{sites}"
     )
+
+
+def critical_path(found: CriticalPath) -> RenderableType:
+    """What binds the path, and its dearest names."""
+    head = f"step {found.index} {short(found.step, 60)}: the critical path is {micro(found.length_us)} of {micro(found.window_us)}"
+    bound = Table(box=None, pad_edge=False)
+    for name in ("bound by", "time", "share"):
+        bound.add_column(name, justify="left" if name == "bound by" else "right")
+    for name, us in found.bound_by.items():
+        bound.add_row(name, micro(us), f"{us / found.length_us:.0%}" if found.length_us else "")
+    names = Table(box=None, pad_edge=False)
+    for name in ("name", "bound by", "count", "time"):
+        names.add_column(name, justify="right" if name in ("count", "time") else "left", overflow="fold")
+    for row in found.rows[:20]:
+        names.add_row(Text(short(row["name"], 80)), row["bound_by"], str(row["count"]), micro(row["us"]))
+    said = Text("As Holistic Trace Analysis sees it, in whole microseconds.", style="dim")
+    return Group(Text(head, style="bold"), bound, Text(""), names, said)
 
 
 def _rank_table(r: dict[str, Any]) -> list[RenderableType]:

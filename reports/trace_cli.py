@@ -3,7 +3,7 @@
     trace-diff A B [C...]        side-by-side table and findings; the first is "here"
     trace-diff show FILE...      what one engine's traces hold
     trace-diff explain FINDING   one rule, or its answer for traces
-    trace-diff export, cut, capture, demo
+    trace-diff critical-path, export, cut, capture, demo
 
 A and B are files, folders (one file per rank) or `baseline:ID` for a bundled trace. Exit codes are in trace_options.EXIT.
 Not for: analysis (trace_diff) or drawing (the other modules here).
@@ -297,6 +297,24 @@ def _explain(options: argparse.Namespace) -> int:
     return 0 if "found" in status else 4 if "could_not_look" in status else 6
 
 
+def _critical_path(options: argparse.Namespace) -> int:
+    from reports import show
+    from trace_diff import critical_path
+
+    try:
+        trace = next(iter(_load(options.trace).traces))
+        found = critical_path.critical_path(trace, critical_path.pick(trace, options.phase, options.step))
+    except critical_path.NoCriticalPath as error:
+        raise Stop(4, f"{options.trace}: {error}") from None
+    except _known_errors() as error:
+        raise Stop(3, _one_line(error, options.trace)) from None
+    if options.json:
+        _out(json.dumps(found.to_json(), indent=1))
+    else:
+        _console().print(show.critical_path(found))
+    return 0
+
+
 def _export(options: argparse.Namespace) -> int:
     from trace_diff import perfetto
 
@@ -363,6 +381,7 @@ _RUN = {
     "diff": _diff,
     "show": _show,
     "explain": _explain,
+    "critical-path": _critical_path,
     "export": _export,
     "cut": _cut,
     "capture": _capture,

@@ -16,7 +16,7 @@ EXIT = {
     5: "capture refused: the named check failed",
     6: "explain: the rule looked and found nothing",
 }
-COMMANDS = ("diff", "show", "explain", "export", "cut", "capture", "demo")
+COMMANDS = ("diff", "show", "explain", "critical-path", "export", "cut", "capture", "demo")
 
 
 def _percent(text: str) -> float:
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     _add_diff(commands)
     _add_show(commands)
     _add_explain(commands)
+    _add_critical_path(commands)
     _add_export(commands)
     _add_cut(commands)
     _add_capture(commands)
@@ -85,6 +86,15 @@ def _add_explain(commands: Any) -> None:
     p.add_argument("finding", help="id of a finding or name of a rule; 'list' lists them")
     _inputs(p, "*")
     p.set_defaults(command="explain")
+
+
+def _add_critical_path(commands: Any) -> None:
+    p = commands.add_parser("critical-path", help="the critical path of one step, as Holistic Trace Analysis finds it (extra hta)")
+    p.add_argument("trace", metavar="TRACE", help="trace file, or baseline:ID")
+    p.add_argument("--step", type=int, help="number of the step, as show has it; default: a typical one of the phase")
+    p.add_argument("--phase", choices=("decode", "prefill"), default="decode")
+    p.add_argument("--json", action="store_true")
+    p.set_defaults(command="critical-path")
 
 
 def _add_export(commands: Any) -> None:

@@ -96,6 +96,12 @@ def read_json(path: Path) -> bytes:
         raise CutError(f"{path}: damaged gzip of {len(data)} bytes, {error}") from None
 
 
+def read(path: Path) -> tuple[dict[str, msgspec.Raw], list[_Row]]:
+    """Top-level fields and events of a whole file, for `keep`. Raises CutError."""
+    top, raws = split(path)
+    return top, list(_rows(path, raws))
+
+
 def split(path: Path) -> tuple[dict[str, msgspec.Raw], list[msgspec.Raw]]:
     """Top-level fields but `traceEvents`, and the events, all as raw text.
 
@@ -231,14 +237,13 @@ def cut(
     from trace_diff import ingest, windows
     from trace_diff.ingest.trace import zero_ns
 
-    top, raws = split(src)
+    top, rows = read(src)
     trace = ingest.load(src)
     every = sorted(windows.steps(trace), key=lambda s: s.start_ns)
     try:
         steps = choose(every, prefill, decode)
     except CutError as error:
         raise CutError(f"{src}: {error}") from None
-    rows = list(_rows(src, raws))
     shift = trace.base_ns - zero_ns(trace.meta)  # columns start at the first event
     at = every.index(steps[-1]) + 1
     end = _begins(trace, every[at]) if at < len(every) else max(r.end_ns for r in rows) - shift + 1
@@ -254,7 +259,7 @@ def cut(
         steps=tuple(s.name for s in steps),
         phases=tuple(str(s.phase) for s in steps),
         events=len(kept),
-        parent_events=len(raws),
+        parent_events=len(rows),
     )
     if control_step_us is not None:
         top["control_step_us"] = msgspec.Raw(msgspec.json.encode(control_step_us))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from trace_diff.attribute import breakdown
+from trace_diff.backlog import queue
 from trace_diff.collectives import Collectives, match
 from trace_diff.ingest.schema import WORK_KINDS
 from trace_diff.ingest.trace import Trace, TraceSet
@@ -91,6 +92,7 @@ def damage(notes: LoadNotes) -> dict[str, Any]:
 
 def _step(trace: Trace, step: Any, together: Collectives | None) -> dict[str, Any]:
     account = breakdown(trace, step, together)
+    waiting = queue(trace, step)
     return {
         "index": step.index,
         "name": step.name,
@@ -103,6 +105,7 @@ def _step(trace: Trace, step: Any, together: Collectives | None) -> dict[str, An
         "gpu_busy_ns": account.gpu_busy_ns,
         "gpu_idle_ns": account.gpu_idle_ns,
         "counts": account.counts,
+        "queue": None if waiting is None else {"most": waiting[0], "mean": waiting[1]},
         "complete": step.complete,
         "flags": list(step.flags),
     }

@@ -176,3 +176,31 @@ def test_the_demo_says_from_data_that_autograd_was_the_cost(capsys: pytest.Captu
     assert "measured 8.75 ms per token" in words
     assert ".item() removal" in words and "within the noise" in words
     assert (tmp_path / "d.html").stat().st_size < 3_000_000
+
+
+def test_the_critical_path_says_when_hta_is_not_there(
+    capsys: pytest.CaptureFixture[str], files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = _run(capsys, "critical-path", files["eager"])
+    assert code == 4 and "not installed: pip install" in err
+
+
+def test_every_rule_is_explained_by_the_name_that_reports_give_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from trace_diff.findings import RULES
+
+    for module in RULES:
+        code, out, _ = _run(capsys, "explain", module.RULE)
+        assert code == 0 and out.startswith(module.RULE) and "Bound:" in out
+
+
+def test_show_takes_the_files_of_one_run_together_and_names_the_late_rank(
+    capsys: pytest.CaptureFixture[str], shared: Path
+) -> None:
+    files = [str(shared / "baselines" / "h200_tp2" / f"vllm_tp2_eager_custom_rank{r}.json.gz") for r in (0, 1)]
+    code, out, _ = _run(capsys, "show", *files, "--json")
+    data = json.loads(out)
+    assert code == 0 and [r["rank"] for r in data["ranks"]] == [0, 1]
+    assert data["sets"][0]["late"]["rank"] == 0
+    assert all(sum(s["parts"].values()) == s["wall_ns"] for r in data["ranks"] for s in r["steps"])
+    assert any("comm.wait" in s["parts"] for s in data["ranks"][1]["steps"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from build import Build, decode_steps
 
 from trace_diff import summary
 from trace_diff.attribute import breakdown, mean, mean_breakdown
+from trace_diff.backlog import queue
 from trace_diff.ingest import gather, load
 from trace_diff.intervals import Spans, cover, first_come, gaps, intersect, minus, union
 from trace_diff.links import links
@@ -367,3 +369,14 @@ def test_self_times_of_nested_and_crossing_rows_are_the_innermost_ones(tmp_path,
         if up >= 0:
             assert trace.events.ts_ns[up] <= trace.events.ts_ns[i]
             assert tree.end_ns[i] <= tree.end_ns[up]
+
+
+def test_t41_the_queue_is_launches_not_finished_and_never_negative(tmp_path):
+    build = Build().mark("step_0_decode", 0, 500_000)
+    build.kernel("k", 0, 1_000, 77)  # launched before the recording
+    for k in range(4):  # all launched by 40 us, each runs 50 us: none is done before the last is launched
+        build.launch("k", 5_000 + k * 10_000, 20_000 + k * 50_000, 50_000, k + 1)
+    build.launch("k", 400_000, 403_000, 1_000, 9)  # skewed: done before its launch call ends
+    trace = load(build.write(tmp_path / "t.json"))
+    assert queue(trace, steps(trace)[0]) == (4, (1 + 2 + 3 + 4 + 0) / 5)
+    assert queue(trace, replace(steps(trace)[0], rows=np.zeros(0, np.int64))) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trace_diff import device, host, summary
+from trace_diff import critical_path, device, host, summary
 from trace_diff.ingest import load
 
 pytest.importorskip("hta", reason="the extra 'hta' is not installed")
@@ -51,3 +51,25 @@ def test_nanosecond_kernels_differ_because_hta_floors_them_to_microseconds(share
     assert ours["gpu_idle_ns"] == 25_473
     lost = temporal["idle_time(us)"] * 1000 - ours["gpu_idle_ns"]
     assert 300_000 < lost < 434 * 2_000, "434 device rows, two ends each"
+
+
+def test_the_critical_path_of_a_step_that_launches_kernel_by_kernel_is_the_hosts(shared):
+    trace = load(shared / "baselines" / "h200_tp1" / "metainfer_generated_eager.json.gz")
+    found = critical_path.critical_path(trace, critical_path.pick(trace, "decode"))
+    assert found.bound_by["cpu_bound"] > 0.9 * found.length_us, "as ours: the host is the slower side"
+    assert {"name", "bound_by", "us", "count"} == set(found.rows[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "why"),
+    [
+        ("h200_tp1/vllm_graph_bs1_12tok.json.gz", None, "replays a graph"),
+        ("h200_tp1/vllm_graph_bs1_12tok.json.gz", 99, "no step 99"),
+        ("cpu_vllm/eager_tp1_rank0.pt.trace.json.gz", None, "no device work"),
+    ],
+)
+def test_where_htas_path_would_be_wrong_it_is_refused_with_the_reason(shared, name, index, why):
+    """In a graph replay HTA reads 4.9 ms of device work as one delay between two kernels."""
+    trace = load(shared / "baselines" / name)
+    with pytest.raises(critical_path.NoCriticalPath, match=why.replace("no device", "launches no device")):
+        critical_path.critical_path(trace, critical_path.pick(trace, "decode", index))
