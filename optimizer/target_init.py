@@ -20,8 +20,8 @@ name = {name}
 root = {root}   # paths below are relative to this; the snapshot holds only the folder this file is in
 # The command that starts the engine. It must serve the vLLM subset of HTTP on the Unix socket {{socket}} (see
 # docs/first-hour.md), read its weights from {{model_dir}}, and write one Kineto trace per rank to {{trace_dir}} on /stop_profile.
-serve = ["{{python}}", "-I", "-B", "{{launcher}}", {module}, "--model", "{{model_dir}}", "--tp", "{{tp}}",
-         "--device", "{{device}}", "--uds", "{{socket}}", "--trace-dir", "{{trace_dir}}"]
+serve = ["{{python}}", "-I", "-B", "{{launcher}}", {module},
+         {flags}]
 editable = [{editable}]
 frozen = [{frozen}]
 devices = ["cpu", "cuda"]
@@ -29,6 +29,9 @@ tp = [1]
 dtype = {{ cpu = "float32", cuda = "bfloat16" }}
 start_timeout_s = 120
 """
+
+_FLAGS = {"--model": "{model_dir}", "--tp": "{tp}", "--device": "{device}", "--uds": "{socket}", "--trace-dir": "{trace_dir}"}
+FILL_IN = "FILL-IN"  # a value that only its author knows
 
 
 def draft(directory: Path) -> Path:
@@ -47,11 +50,54 @@ def draft(directory: Path) -> Path:
         name=json.dumps(directory.name),
         root=json.dumps(".." if package else "."),
         module=json.dumps(module),
+        flags=", ".join(f"{json.dumps(flag)}, {json.dumps(value)}" for flag, value in _flags(directory.parent if package else directory, module).items()),
         editable=json.dumps(f"{prefix}**/*.py"),
         frozen=json.dumps(f"{prefix}{FILE}"),
     )
     path.write_text(text, "utf-8")
     return path
+
+
+def _flags(root: Path, module: str) -> dict[str, str]:
+    """Our flags that the module's argparse knows, all of them where it has none, and those that it requires."""
+    known = _argparse(root, module)
+    if not known:
+        return _FLAGS
+    ours = {flag: value for flag, value in _FLAGS.items() if flag in known}
+    return ours | {flag: FILL_IN for flag, required in known.items() if required and flag not in ours}
+
+
+def _argparse(root: Path, module: str) -> dict[str, bool]:
+    """Options that the module's `add_argument` calls name, and whether each is required; {} where that cannot be told.
+
+    Read, not run: a parser that takes unknown options, or is built elsewhere, gives {}.
+    """
+    place = root.joinpath(*module.split(".")).with_suffix(".py")
+    try:
+        tree = ast.parse(place.read_text("utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    names = {n.func.attr for n in calls if isinstance(n.func, ast.Attribute)}
+    if "parse_args" not in names or names & {"parse_known_args", "add_subparsers", "add_cli_args"}:
+        return {}
+    parsers = {
+        target.id
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and ast.unparse(n.value.func).endswith("ArgumentParser")
+        for target in n.targets
+        if isinstance(target, ast.Name)
+    }
+    handed_on = (a for n in ast.walk(tree) if isinstance(n, ast.Call) for a in [*n.args, *(k.value for k in n.keywords)])
+    if not parsers or any(isinstance(a, ast.Name) and a.id in parsers for a in handed_on):
+        return {}  # somebody else adds options to it
+    found: dict[str, bool] = {}
+    for call in (n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == "add_argument"):
+        required = any(k.arg == "required" and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)
+        for value in (a.value for a in call.args if isinstance(a, ast.Constant)):
+            if isinstance(value, str) and value.startswith("--"):
+                found[value] = required
+    return found
 
 
 def _entry(directory: Path, package: bool) -> str:
@@ -113,7 +159,18 @@ def _command(target: Target) -> list[str]:
     module = _module(target)
     if module is not None and not _exists(target.root, module):
         problems.append(f"serve starts module {module!r}, which is not under {target.root}")
-    return problems
+    return problems + (_arguments(target, module) if module is not None else [])
+
+
+def _arguments(target: Target, module: str) -> list[str]:
+    """Options that the module would refuse, or miss."""
+    problems = [f"serve: {FILL_IN} stands for a value that only you know" for arg in target.serve if arg == FILL_IN]
+    known = _argparse(target.root, module)
+    if not known:
+        return problems
+    given = [arg.partition("=")[0] for arg in target.serve[target.serve.index(module) + 1 :] if arg.startswith("--")]
+    problems += [f"serve passes {flag}, which {module} does not know (it has {', '.join(known)})" for flag in given if flag not in known]
+    return problems + [f"serve does not pass {flag}, which {module} requires" for flag, needed in known.items() if needed and flag not in given]
 
 
 def _module(target: Target) -> str | None:
