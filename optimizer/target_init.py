@@ -91,6 +91,9 @@ def _argparse(root: Path, module: str) -> dict[str, bool]:
     handed_on = (a for n in ast.walk(tree) if isinstance(n, ast.Call) for a in [*n.args, *(k.value for k in n.keywords)])
     if not parsers or any(isinstance(a, ast.Name) and a.id in parsers for a in handed_on):
         return {}  # somebody else adds options to it
+    added = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "add_argument"]
+    if len(added) != sum(n in added for n in (call.func for call in calls)):
+        return {}  # under another name
     found: dict[str, bool] = {}
     for call in (n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == "add_argument"):
         required = any(k.arg == "required" and isinstance(k.value, ast.Constant) and k.value.value is True for k in call.keywords)

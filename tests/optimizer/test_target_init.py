@@ -48,7 +48,7 @@ def test_options_that_would_be_refused_or_missed_are_named(tmp_path: Path) -> No
     assert "serve does not pass --engine, which serve requires" in said
 
 
-@pytest.mark.parametrize("more", ["add_more(parser)", "parser.add_subparsers()", "parser.parse_known_args()"])
+@pytest.mark.parametrize("more", ["add_more(parser)", "add = parser.add_argument", "parser.add_subparsers()", "parser.parse_known_args()"])
 def test_a_parser_that_others_extend_is_left_alone(tmp_path: Path, more: str) -> None:
     target_init.draft(engine(tmp_path, more))
     assert "--tp" in load_target(tmp_path).serve
