@@ -93,13 +93,16 @@ class Server:
 
     def census(self) -> dict[str, int]:
         """Totals over the sandbox: `processes`, `threads`, `fds`, `rss_bytes` (what was allocated: `procfs.own_bytes`),
-        `stored_bytes` (in files: of memory, where a control group counts them, and below /io)."""
-        total = {"processes": 0, "threads": 0, "fds": 0, "rss_bytes": 0, "stored_bytes": procfs.disk_used(self.io)}
+        `peak_bytes` (the sum of every process's most), `stored_bytes` (in files: of memory, where a control group counts
+        them, and below /io)."""
+        total: dict[str, int] = dict.fromkeys(("processes", "threads", "fds", "rss_bytes", "peak_bytes"), 0)
+        total["stored_bytes"] = procfs.disk_used(self.io)
         if self._group is not None:
             total["stored_bytes"] += self._group.shared_bytes()
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 total["rss_bytes"] += procfs.own_bytes(pid)
+                total["peak_bytes"] += procfs.peak_bytes(pid)
                 total["threads"] += procfs.count(pid, "task")
                 total["fds"] += procfs.count(pid, "fd")
                 total["processes"] += 1

@@ -46,6 +46,14 @@ def own_bytes(pid: int) -> int:
     return sum(int(row[1]) for row in rows if row and row[0] in kinds) * 1024
 
 
+def peak_bytes(pid: int) -> int:
+    """The most that was ever resident of the process, mapped files included. Raises OSError when gone."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0  # a process that has ended and waits to be reaped
+
+
 def rss_bytes(pid: int) -> int:
     """Resident set size; 0 for a process that is gone."""
     with contextlib.suppress(OSError):

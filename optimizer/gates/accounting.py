@@ -27,8 +27,8 @@ def check(lab: Lab) -> GateResult:
     one = ask(server, [Request(prompts[0], 1), Request(prompts[1], NEW_TOKENS, temperature=1.0, top_k=1)])
     shapes.account([*whole, *one], [NEW_TOKENS] * len(whole) + [1, NEW_TOKENS])
     stopped = _stops(lab, server, whole)
-    _least(lab, server, prompts[3])
-    scored = [*whole, *one, *(s for s in stopped if s.token_ids), *_in_one_piece(lab, server, prompts[2])]
+    _least(lab, prompts[3])
+    scored = [*whole, *one, *(s for s in stopped if s.token_ids), *_in_one_piece(lab, prompts[2])]
     result = streams.judge(
         lab.oracle(setup).score(scored),
         "accounting",
@@ -74,14 +74,14 @@ def stop_in(text: str) -> str | None:
     return None
 
 
-def _in_one_piece(lab: Lab, server: Server, prompt: tuple[int, ...]) -> list[Stream]:
+def _in_one_piece(lab: Lab, prompt: tuple[int, ...]) -> list[Stream]:
     """The same answers without streaming, as a completion and as a chat: tokens, text, reason and usage."""
     tokenizer = streams.tokenizer_of(lab.ctx.candidate.model_dir)
     request = Request(prompt, NEW_TOKENS)
     message = _message(lab, tokenizer) if tokenizer is not None else None
     found = []
     for what, text in (("completion", None), *((("chat", message),) if message else ())):
-        got, stated = server.client.whole(request, text)
+        got, stated = lab.server(shapes.secret(lab)).client.whole(request, text)  # asking the incumbent ends it
         if got.error is not None:
             if lab.incumbent_serves(what, lambda it, text=text: it.client.whole(request, text)[0].error is None):
                 raise _fail(f"a {what} that is not streamed: {got.error}; the incumbent serves it")
@@ -106,9 +106,10 @@ def refused(stream: Stream) -> bool:
     return stream.error is not None and 400 <= (stream.status or 0) < 500
 
 
-def _least(lab: Lab, server: Server, prompt: tuple[int, ...]) -> None:
+def _least(lab: Lab, prompt: tuple[int, ...]) -> None:
     """`min_tokens` forbids end-of-text before it. An extension: a server may refuse it with a 4xx."""
     ends = weights.eos_ids(lab.model_dir("secret"))
+    server = lab.server(shapes.secret(lab))
     got = server.client.complete([Request(prompt, NEW_TOKENS, ignore_eos=False, min_tokens=LEAST)], 60.0)[0]
     if refused(got):
         least = [Request(prompt, 1, min_tokens=1)]

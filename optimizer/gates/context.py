@@ -100,7 +100,10 @@ class Lab:
             self.stated("first").write_text(json.dumps(metadata, sort_keys=True))
 
     def incumbent_serves(self, what: str, probe: Callable[[Server], bool]) -> bool:
-        """Whether the incumbent offers an extension, found by `probe` and kept: a candidate must not give it up."""
+        """Whether the incumbent offers an extension, found by `probe` and kept: a candidate must not give it up.
+
+        Asking ends the engine that runs: take it from `server` again.
+        """
         path = self.stated(f"{self.ctx.base_commit}-serves")
         known = json.loads(path.read_text()) if path.is_file() else {}
         if what not in known:

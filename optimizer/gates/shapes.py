@@ -98,6 +98,8 @@ def _growing(lab: Lab, server: Server, quick: bool, long: int) -> list[Stream]:
     most = max_len(lab)
     page = PAGE_LENGTHS if not quick else (16, 17, 256)
     long = min(long, most - 17)
+    k, side = lab.ctx.prompts.integers(f"gate/{lab.ctx.candidate_commit}/page", 2, max(1, (most - 12) // 16 - 17))
+    page = page if quick else (*page, 16 * (17 + k) + side % 3 - 1)  # one more boundary, anywhere
     lengths = [17, *page, min(most - 12, LONGEST_PROMPT[lab.ctx.candidate.device])]
     new = [long, *[10] * len(page), 12]
     if quick:
