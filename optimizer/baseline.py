@@ -211,7 +211,7 @@ def _started(want: Wanted, tmp: Path) -> Iterator[tuple[Server | Outside, str, s
 def _hugging_face(want: Wanted, tmp: Path) -> Taken:
     """transformers' own generate; it is timed once, at the length that is profiled."""
     cell = Cell("baseline", want.prompt_tokens, PROFILED_TOKENS, want.batch, want.batch)
-    got = capture_reference(want.model, tmp / "raw", cell, _source(want), want.tp, want.device, want.dtype)
+    got = capture_reference(want.model, tmp / "raw", cell, _source(want), want.tp, want.device, want.dtype, devices=want.devices)
     paces = json.loads((tmp / "raw" / "about" / "reference.json").read_text("utf-8"))
     clean, traced = paces["clean"], paces["traced"]
     key = "us_per_token" if want.phase == "decode" else "prefill_us"

@@ -123,8 +123,9 @@ def _collect(server: Server | Outside, out: Path, tp: int) -> tuple[Path, ...]:
 
 
 def capture_reference(
-    model_dir: Path, out: Path, cell: Cell, prompts: PromptSource, tp: int, device: str, dtype: str, timeout_s: float = 240.0
-) -> Capture:
+    model_dir: Path, out: Path, cell: Cell, prompts: PromptSource, tp: int, device: str, dtype: str, timeout_s: float = 240.0,
+    devices: Sequence[int] = (),
+) -> Capture:  # fmt: skip
     """transformers' greedy decode at the same cell, TP and dtype; `about/reference.json` beside the traces has its paces.
 
     Raises NoReference with its last words.
@@ -143,7 +144,7 @@ def capture_reference(
     }
     about = out / "about"  # beside the traces, not among them
     write_json(about / "spec.json", spec)
-    _run_reference(about / "spec.json", timeout_s)
+    _run_reference(about / "spec.json", timeout_s, devices)
     result = json.loads((about / "reference.json").read_text("utf-8"))
     return Capture(
         label=out.name,
@@ -156,11 +157,13 @@ def capture_reference(
     )
 
 
-def _run_reference(spec: Path, timeout_s: float) -> None:
+def _run_reference(spec: Path, timeout_s: float, devices: Sequence[int]) -> None:
     root = Path(__file__).resolve().parent.parent
     keep = ("PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV")
     env = {key: value for key, value in os.environ.items() if key in keep}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
+    if devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     command = [sys.executable, "-P", "-m", "optimizer.hf_reference", str(spec.resolve())]
     process = subprocess.Popen(
         command,
