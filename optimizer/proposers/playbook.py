@@ -109,7 +109,8 @@ class Playbook:
         sources, before = ctx.open(), []
         for name in (n for n in skill.enablers if n in self.skills):
             enabler = self.skills[name]
-            answer = skillbook.run(enabler, sources, {**finding, "params": enabler.variants()[0]})
+            params = _variants(enabler, _entry_for(ctx.knowledge, enabler))[0]
+            answer = skillbook.run(enabler, sources, {**finding, "params": params})
             if not isinstance(answer, str):
                 before += [dataclasses.replace(r, predicted_us=0.0) for r in answer]
                 sources = answer[-1].after

@@ -311,3 +311,20 @@ def test_accepted_knowledge_changes_what_the_playbook_skips_and_with_which_param
     assert isinstance(skipped, Declined) and "measured twice" in str(skipped)
     tuned = propose(entry("k", mechanism="inference-mode", params={"how": "no_grad"}))
     assert isinstance(tuned, Series) and tuned.patches[0].params["how"] == "no_grad"
+
+
+def order(*entries: Entry) -> list[str]:
+    """Skills in the order in which the playbook would try them."""
+    ctx = ProposeContext(SOURCES, FOUND, knowledge=entries, budget=Budget(token_us=1000.0, margin=0.02))
+    return [skill.name for _, skill, _ in get("playbook")._candidates(ctx)]  # type: ignore[attr-defined]
+
+
+def test_deleting_an_accepted_entry_changes_order_skip_and_parameter() -> None:
+    """The same question, asked with the entries and without them: all three answers differ."""
+    proven = entry("p", mechanism="remove-host-reads", gain=Gains(marginal=Gain(ratio=0.97, ci95=(0.9, 0.99), pairs=6)))
+    assert order()[0] == "inference-mode" and order(proven)[0] == "remove-host-reads"  # though its finding is the cheaper one
+    assert isinstance(propose(), Series) and isinstance(propose(entry("n", mechanism="inference-mode", helps=False)), Declined)
+    tuned = propose(entry("t", mechanism="inference-mode", params={"how": "x"}))
+    bare = propose()
+    assert isinstance(tuned, Series) and isinstance(bare, Series)
+    assert tuned.patches[0].params == {"how": "x"} and bare.patches[0].params == {}
