@@ -26,13 +26,14 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
         for function in t.functions({file: tree}):
             if function.cls not in modules:
                 continue
+            if any(t.last_name(d.decorator) == "compile" for d in function.node.decorators) and "rsqrt" in t.code(function.node):
+                why = f"{function.cls}.{function.name} is compiled; its compiler fuses it already"
+                continue
             match = _match(function)
-            if match is None:
+            if match is not None and not function.node.decorators:
+                _rewrite(function, *match, edits)
+            elif not _stretch(function, edits):
                 continue
-            if function.node.decorators:
-                why = f"{function.cls}.{function.name} is decorated; its compiler fuses it already"
-                continue
-            _rewrite(function, *match, edits)
             done.append(f"{function.cls}.{function.name}")
         if edits:
             new = t.replace(tree, edits)
@@ -71,6 +72,43 @@ def _match(function: t.Function) -> tuple[str, str] | None:
         eps = _normed(_bare(normed), params[1])
         if eps is not None:
             return params[1], eps
+    return None
+
+
+def _stretch(function: t.Function, edits: dict[cst.CSTNode, object]) -> bool:
+    """Replace plain assignments in a row, anywhere in the body, that make weight * x * rsqrt(mean(x^2) + eps) and cast nothing."""
+    body = list(function.statements())
+    for end in range(len(body) - 1, -1, -1):
+        for start in range(end):
+            run = body[start : end + 1]
+            pairs = [t.assigned(s) for s in run]
+            if any(p is None for p in pairs) or any(f".{cast}(" in t.code(s) for s in run for cast in CASTS):
+                continue
+            found = _of_run(run)
+            names = {p[0] for p in pairs if p} - {pairs[-1][0]}  # type: ignore[index]
+            after = {n.value for s in body[end + 1 :] for n in t.walk(s) if isinstance(n, cst.Name)}
+            if found is None or names & after:
+                continue
+            x, weight, eps = found
+            line = f"{pairs[-1][0]} = F.rms_norm({x}, {weight}.shape, {weight}, {eps})\n"  # type: ignore[index]
+            edits[run[0]] = lambda updated, line=line: [t.statements(line)[0].with_changes(leading_lines=updated.leading_lines)]
+            edits.update({s: cst.RemoveFromParent() for s in run[1:]})
+            return True
+    return False
+
+
+def _of_run(run: list[cst.BaseStatement]) -> tuple[str, str, str] | None:
+    """(x, weight, eps) of assignments in a row."""
+    lines = ast.parse("\n".join(t.code(s).strip() for s in run)).body
+    last = lines[-1]
+    assert isinstance(last, ast.Assign)
+    value = _inlined([*lines[:-1], ast.Return(last.value)])
+    for weight, normed in _sides(value, ast.Mult) if value is not None else ():
+        if not (isinstance(weight, ast.Attribute) and ast.unparse(weight.value) == "self"):
+            continue
+        for name in sorted(set().union(*(t.names_in(s) for s in run))):
+            if (eps := _normed(normed, name)) is not None:
+                return name, ast.unparse(weight), eps
     return None
 
 

@@ -35,6 +35,39 @@ def test_the_norm_of_transformers_keeps_its_values(qwen3_file, act, dtype) -> No
     torch.testing.assert_close(*results, **({"rtol": 1.6e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}))
 
 
+SHIFTED = """class RMSNorm(nn.Module):
+    def __init__(self, size, shift):
+        super().__init__()
+        self.eps = 1e-6
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, size))
+        self.shift = nn.Parameter(torch.ones(size)) if shift else None
+
+    def forward(self, x, wide=True):
+        dtype = x.dtype
+        if wide:
+            x = x.to(torch.float32)
+        variance = x.pow(2).mean(dim=-1, keepdim=True)
+        normed = x * torch.rsqrt(variance + self.eps)
+        normed = normed * self.scale
+        if self.shift is not None:
+            normed = normed + self.shift
+        return normed.to(dtype)
+"""
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_norm_among_other_statements_keeps_its_values(shift, act) -> None:
+    after = act({"m.py": SHIFTED}, "library-norm")["m.py"]
+    assert "normed = F.rms_norm(x, self.scale.shape, self.scale, self.eps)" in after and "rsqrt" not in after
+    x = torch.randn(5, 64)
+    one, two = (build(text, "RMSNorm")["RMSNorm"](64, shift) for text in (SHIFTED, after))
+    torch.testing.assert_close(two(x), one(x))
+
+
+def test_a_norm_whose_parts_are_wanted_elsewhere_is_left_alone(answer) -> None:
+    assert isinstance(answer("library-norm", {"m.py": "from torch import nn\nimport torch\n\n\n" + SHIFTED.replace("return normed.to(dtype)", "return normed.to(dtype), variance")}), str)
+
+
 def test_the_mlp_of_transformers_keeps_values_names_and_memory(qwen3_file, act) -> None:
     after = act(qwen3_file, "merge-projections")
 
