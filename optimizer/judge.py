@@ -126,19 +126,28 @@ def _decide(
 
 
 def _enabler(run: Run, do: Services, candidate: Candidate, at: int, member: Member) -> None:
-    """A member before the end: neutral is enough."""
+    """A member before the end: neutral is enough. What few pairs make look worse gets as many as a decision has."""
     if any(d.get("member") == at for d in _attempt(run, candidate.number).data("screened")):
         return
     with failures(Stage.SCREEN):
-        while len(kept(pairs := pairs_of(run, Stage.SCREEN, member.key))) < do.protocol.screen_pairs:
-            if len(pairs) >= 2 * do.protocol.screen_pairs:
-                raise InfrastructureError(f"{len(pairs) - len(kept(pairs))} pairs had to be discarded")
+        while (result := _of_enabler(run, do, member)) is None:
             take_pair(run, do, candidate.incumbent, member.spec, Stage.SCREEN, member.key, candidate.number)
-    result = accept.noninferior(pairs, calibration_of(run))
     run.ledger.append("screened", candidate.number, {**plain(result), "member": at})
     if not result.passed:
         why = f"patch {at + 1} of the series: {result.why}"
         raise Stop(accept.verdict(result), Stage.SCREEN, result.reason, why)
+
+
+def _of_enabler(run: Run, do: Services, member: Member) -> StageResult | None:
+    """What its pairs say; None when more are needed."""
+    pairs = pairs_of(run, Stage.SCREEN, member.key)
+    lost = len(pairs) - len(kept(pairs))
+    if lost > do.protocol.screen_pairs:
+        raise InfrastructureError(f"{lost} pairs had to be discarded")
+    if len(pairs) - lost < do.protocol.screen_pairs:
+        return None
+    result = accept.noninferior(pairs, calibration_of(run))
+    return result if result.passed or result.parked or result.pairs >= do.protocol.decide_pairs else None
 
 
 def _prediction(candidate: Candidate, pairs: Sequence[Pair]) -> dict[str, object]:

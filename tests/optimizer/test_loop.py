@@ -131,6 +131,23 @@ def test_a_series_whose_enabler_makes_it_slower_is_stopped(tmp_path):
     assert end["data"]["reason"] == "guard" and "patch 1 of the series" in end["data"]["detail"]
 
 
+class _HiccupFirst(Fakes):
+    """The first screening pair of every patch meets a busy machine in arm b."""
+
+    def _noise(self, stage: str, index: int, arm: str) -> float:
+        busy = stage == "screen" and index == 0 and arm == "b"
+        return super()._noise(stage, index, arm) * (1.05 if busy else 1.0)
+
+
+def test_an_enabler_that_few_pairs_make_look_worse_gets_more_of_them(tmp_path):
+    run = new_run(tmp_path / "run")
+    fakes = _HiccupFirst(run, [fake.ENABLED_WIN])
+    Loop(fakes.services(), run).go()
+    screened = next(line for line in run.ledger.lines() if line["kind"] == "screened")
+    assert screened["data"]["member"] == 0 and screened["data"]["passed"] and screened["data"]["pairs"] > 2
+    assert verdicts(run) == [("accepted", None)]
+
+
 def test_a_retry_of_the_same_program_takes_no_new_pairs_and_gets_the_same_verdict(tmp_path):
     commented = fake.one(
         fake.Patch(
