@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 Sources = Mapping[str, str]
 Changed = dict[str, str | None]
@@ -42,10 +43,14 @@ def control(id: str, idea: str, make: Callable[[Sources], Changed], **options: o
 def home(sources: Sources, name: str) -> str:
     """The file that defines a class or function at its top level."""
     for path in sorted(sources):
-        for node in ast.parse(sources[path]).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-                return path
+        if name in _defined(sources[path]):
+            return path
     raise Stale(f"nothing at top level is called {name}")
+
+
+@lru_cache(maxsize=256)
+def _defined(text: str) -> frozenset[str]:
+    return frozenset(node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef))
 
 
 def append(name: str, code: str, *needs: str) -> Callable[[Sources], Changed]:

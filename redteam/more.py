@@ -63,7 +63,7 @@ MORE: tuple[Case, ...] = (
           append("TensorParallel", "_plain = TensorParallel.all_gather\n\n\ndef _stale(self, x):\n    if self.size == 1:\n        return x\n"
                  "    parts = [x.detach().clone() for _ in range(self.size)]\n    dist.all_gather(parts, x.detach().contiguous() if self.rank == 0 else parts[0] * 0)\n"
                  "    return torch.cat(parts, dim=-1)\n\n\nTensorParallel.all_gather = _stale", "all_gather"), tp=2),
-    cheat("X19", "a thread for every request, never ended", "G19",
+    cheat("X19", "a thread for every request, never ended", "G19 G04",
           append("EngineCore", "import threading\n\n_plain = EngineCore._finish\n\n\ndef _finish(self, sequence, reason):\n"
                  "    threading.Thread(target=threading.Event().wait, daemon=True).start()\n    _plain(self, sequence, reason)\n\n\nEngineCore._finish = _finish", "_finish"), without=("policy",)),
     cheat("X20", "every sequence ever served is kept", "G19",

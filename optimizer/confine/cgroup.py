@@ -43,6 +43,13 @@ class Cgroup:
                             return int(line.split()[1])
         return 0
 
+    def refused_forks(self) -> int:
+        """How often a new process or thread was refused because the limit was reached."""
+        for directory in self.directories:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                return int((directory / "pids.events").read_text().split()[1])
+        return 0
+
     def shared_bytes(self) -> int:
         """Bytes in shared memory and in files of memory (/dev/shm, /tmp, memfd), mapped or not; 0 where none are counted."""
         for directory in self.directories:

@@ -74,6 +74,8 @@ class Server:
         """Which limit the engine ran into, if any."""
         if self.killed_for is None and self.oom_kills():
             return f"more memory than its limit of {self.limits.memory_bytes >> 20} MiB"
+        if self.killed_for is None and self._group is not None and self._group.refused_forks():
+            return f"more processes and threads than its limit of {self.limits.pids}"
         return self.killed_for
 
     def oom_kills(self) -> int:
@@ -196,10 +198,8 @@ class Server:
                     f"{self.spec.label} ended before it was healthy ({why})\n{self.log_tail()}",
                 )
             if time.perf_counter() - began > timeout_s:
-                raise LaunchError(
-                    RejectReason.HANG,
-                    f"{self.spec.label} not healthy after {timeout_s:g} s\n{self.log_tail()}",
-                )
+                why = f"not healthy after {timeout_s:g} s ({self.over_limit() or 'within its limits'})"
+                raise LaunchError(RejectReason.HANG, f"{self.spec.label} {why}\n{self.log_tail()}")
             time.sleep(pause)
         self.start_s = time.perf_counter() - began
         try:

@@ -22,13 +22,17 @@ from optimizer.traffic.client import Request  # noqa: E402
 from optimizer.types import RejectReason  # noqa: E402
 from redteam.arena import Arena  # noqa: E402
 from redteam.benign import BENIGN  # noqa: E402
+from redteam.beyond import BEYOND  # noqa: E402
 from redteam.case import Case, Stale  # noqa: E402
 from redteam.cheats import CHEATS  # noqa: E402
 from redteam.controls import CONTROLS  # noqa: E402
+from redteam.engineer import ENGINEER  # noqa: E402
 from redteam.judge import judge  # noqa: E402
 from redteam.measured import MEASURED, run  # noqa: E402
+from redteam.more import MORE  # noqa: E402
 
-STATIC = [c for c in CHEATS if c.fast and c.expected & {"G01", "G02"} and c.id != "R39"]
+ALL = (*CHEATS, *MORE, *BEYOND, *CONTROLS, *BENIGN, *ENGINEER)
+STATIC = [c for c in (*CHEATS, *BEYOND) if c.fast and c.expected & {"G01", "G02"} and c.id != "R39"]
 RUNNING = [c for c in CHEATS if c.id in ("R03", "R17", "R55")]
 
 
@@ -46,7 +50,7 @@ def unsealed(case: Case) -> Case:
 def test_every_case_still_fits_the_engine(arena):
     sources = arena.sources()
     stale = {}
-    for case in (*CHEATS, *CONTROLS, *BENIGN):
+    for case in ALL:
         try:
             assert case.make(sources)
         except Stale as error:
@@ -58,7 +62,22 @@ def test_the_list_is_whole():
     listed = {c.id for c in (*CHEATS, *MEASURED)}
     wanted = {f"R{n:02d}" for n in range(1, 89, 2)}
     assert wanted <= listed, sorted(wanted - listed)
-    assert {f"C{n}" for n in range(1, 11)} == {c.id for c in CONTROLS} and len(BENIGN) >= 30
+    assert {f"C{n}" for n in range(1, 11)} == {c.id for c in CONTROLS} and len((*BENIGN, *ENGINEER)) >= 40
+    every = [c.id for c in (*ALL, *MEASURED)]
+    assert len(every) == len(set(every)), "each has a name of its own"
+    assert all(c.expected for c in (*CHEATS, *MORE, *BEYOND)) and not any(c.expected for c in (*CONTROLS, *BENIGN, *ENGINEER))
+
+
+def test_what_all_patches_give_away_together_is_held_against_the_first_engine(arena):
+    """Each patch may cost a few cache pages of what its incumbent has; all of them together only as much of the first's."""
+    lab = context.Lab(arena.context(arena.base, 1))
+    lab.remember("a" * 40, {"num_kv_blocks": 1000})
+    try:
+        lab.remember(arena.base, {"num_kv_blocks": 950})
+        assert lab.incumbent_metadata()["num_kv_blocks"] == 950 and lab.first_metadata()["num_kv_blocks"] == 1000
+    finally:
+        for name in ("a" * 40, arena.base, "first"):
+            lab.stated(name).unlink()
 
 
 @pytest.mark.parametrize("case", STATIC, ids=lambda c: c.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,17 @@ def test_a_daemon_does_not_outlive_the_launch(tmp_path, name):
         assert len(known) >= 2
     time.sleep(0.05)
     assert [pid for pid, _ in procfs.identities([pid for pid, _ in known])] == []
+
+
+def test_what_ran_into_its_limit_of_threads_is_named(tmp_path):
+    if cgroup.available()[0] == "":
+        pytest.skip("no control group can be made here")
+    source = "import threading, time\ntry:\n    for _ in range(200):\n        threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\nexcept RuntimeError:\n    pass\n" + SERVER
+    limits = replace(launch.default_limits(toy(tmp_path)), pids=40)
+    with pytest.raises(LaunchError, match="threads than its limit of 40"), launch.launch(
+        toy(tmp_path, source=source, timeout_s=1.5), limits=limits
+    ):
+        pass
 
 
 def test_an_exception_in_the_body_still_ends_the_engine(tmp_path):
