@@ -26,7 +26,7 @@ try:
 except ImportError:  # a torch for CPUs: `reference` is all that is used
     triton = None
 
-PARTS = 16  # of a sequence: with 8 KV heads they fill a large GPU at batch 1
+MOST_PARTS = 16  # of a sequence: with 8 KV heads they fill a large GPU at batch 1; a batch fills it with fewer
 TOKENS = 64  # read at a time
 
 
@@ -53,17 +53,18 @@ def launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
     count, heads, size = q.shape
+    parts = min(MOST_PARTS, triton.next_power_of_2(max(2, 64 // count)))
     q, (page, kv_heads) = q.contiguous(), k.shape[1:3]
     out = torch.empty_like(q)
-    partial = torch.empty((count, heads, PARTS, size), dtype=torch.float32, device=q.device)
-    sums = torch.empty((count, heads, PARTS, 2), dtype=torch.float32, device=q.device)
+    partial = torch.empty((count, heads, parts, size), dtype=torch.float32, device=q.device)
+    sums = torch.empty((count, heads, parts, 2), dtype=torch.float32, device=q.device)
     pdl = torch.cuda.get_device_capability(q.device) >= (9, 0)
-    paged_attention_parts[(count, kv_heads, PARTS)](
+    paged_attention_parts[(count, kv_heads, parts)](
         q, k, v, tables, lengths, partial, sums, tables.stride(0), size**-0.5,
-        PAGE=page, KV=kv_heads, GROUP=heads // kv_heads, ROWS=max(16, heads // kv_heads), D=size, PARTS=PARTS, TOKENS=TOKENS,
+        PAGE=page, KV=kv_heads, GROUP=heads // kv_heads, ROWS=max(16, heads // kv_heads), D=size, PARTS=parts, TOKENS=TOKENS,
         PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
-    paged_attention_join[(count * heads,)](partial, sums, out, D=size, PARTS=PARTS, PDL=pdl, launch_pdl=pdl)
+    paged_attention_join[(count * heads,)](partial, sums, out, D=size, PARTS=parts, PDL=pdl, launch_pdl=pdl)
     return out
 
 
