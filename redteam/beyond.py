@@ -107,7 +107,7 @@ BEYOND: tuple[Case, ...] = (
           append("load_safetensors", "_plain = load_safetensors\n\n\ndef load_safetensors(model, model_dir):\n    _plain(model, Path(__file__).with_name(\"tiny_qwen3\"))"),
           without=("swap", "shapes", "accounting", "physics", "drift", "sampling")),
     cheat("X72", "an all-reduce that waits long enough while no rank is held up", "G20 G12 G08 G07",
-          together(new_file("engine/shm_sum.py", IMPATIENT.replace("@LOOKS@", "9000").lstrip()),
+          together(new_file("engine/shm_sum.py", IMPATIENT.replace("@LOOKS@", "20000").replace("        os.sched_yield()\n", "").lstrip()),
                    replace("TensorParallel", ("            dist.all_reduce(x)\n        return x", "            from engine.shm_sum import all_reduce\n\n            all_reduce(x)\n        return x"))), tp=2),
     # Resources that a count of open files and mapped memory does not show.
     cheat("X44", "answers kept in files of memory", "G19 G04",

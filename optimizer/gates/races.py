@@ -21,7 +21,8 @@ from optimizer.types import GateResult, RejectReason
 
 LENGTHS = (14, 16, 21, 35)
 NEW_TOKENS = 10
-STOP_S = (0.01, 0.05)  # how long a rank is held
+STOP_S = (0.01, 0.05)  # how long a rank is held ...
+LONG_STOP_S = 0.3  # ... and every sixth time: whoever waits only so long for a peer gives up then
 
 
 def delays(lab: Lab) -> GateResult:
@@ -61,7 +62,7 @@ def _held_ranks(server: Server):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
                 held[0] += 1
-                time.sleep(rng.uniform(*STOP_S))
+                time.sleep(LONG_STOP_S if held[0] % 6 == 1 else rng.uniform(*STOP_S))
                 os.kill(pid, signal.SIGCONT)
 
     thread = threading.Thread(target=hold, daemon=True)
