@@ -134,6 +134,7 @@ def _accepted(run: Run, lines: Sequence[Line], attempt: Attempt, at: int) -> Ent
         ),
         evidence=_evidence(run, lines, attempt, proposed),
         patch=_patch(run, commit),
+        pitfalls=_pitfalls(lines, attempt, proposed["mechanism"]),
         failed_variants=_failed(lines, attempt, proposed["mechanism"]),
         remaining_gaps=[f"{name}: {b:.0f} us of its bound are left" for name, (_, b) in sorted(rows.items()) if b],
         proposed_on=attempt.end["t_utc"],
@@ -236,13 +237,29 @@ def _left_out(lines: Sequence[Line], run: Run, commit: str | None) -> Gain | Non
     return None
 
 
+def _pitfalls(lines: Sequence[Line], attempt: Attempt, mechanism: str) -> list[str]:
+    """How other attempts of the mechanism went wrong, by the gate's reason alone: its words could tell hidden prompts."""
+    found: dict[str, list[int]] = {}
+    for other in _others(lines, attempt, mechanism):
+        assert other.end is not None
+        reason = other.end["data"].get("reason")
+        if other.verdict is Verdict.REJECT and reason and RejectReason(reason) not in NO_EFFECT | SAYS_NOTHING:
+            found.setdefault(f"Can end in {str(reason).replace('_', ' ')} ({other.end['data'].get('stage')})", []).append(other.number)
+    return [f"{what}: attempt {', '.join(map(str, numbers))}." for what, numbers in found.items()]
+
+
+def _others(lines: Sequence[Line], attempt: Attempt, mechanism: str) -> list[Attempt]:
+    """Ended attempts of the same mechanism in this run, but for this one."""
+    every = (a for a in state.attempts(lines) if a.number != attempt.number and a.end is not None)
+    return [a for a in every if a.data("proposed")[-1]["mechanism"] == mechanism]
+
+
 def _failed(lines: Sequence[Line], attempt: Attempt, mechanism: str) -> list[Variant]:
     """Other attempts of the same mechanism in this run that did not make it."""
     found = []
-    for other in state.attempts(lines):
+    for other in _others(lines, attempt, mechanism):
+        assert other.end is not None
         proposed = other.data("proposed")[-1]
-        if other.number == attempt.number or proposed["mechanism"] != mechanism or other.end is None:
-            continue
         if other.verdict in (Verdict.REJECT, Verdict.UNDECIDED):
             data = other.end["data"]
             reason = f"{other.verdict} at {data.get('stage')}: {data.get('reason') or 'not resolved'}"

@@ -112,8 +112,14 @@ class Toolbox:
         return self.skills[name].text
 
     def knowledge(self) -> str:
-        keep = {"id", "mechanism", "title", "rule", "why", "helps", "role", "gain", "pitfalls", "failed_variants", "params"}
+        keep = {
+            *("id", "mechanism", "title", "rule", "why", "helps", "role", "gain", "detection", "preconditions", "pitfalls"),
+            *("failed_variants", "remaining_gaps", "conflicts_with", "params", "source_refs"),
+        }
         rows = [e.model_dump(mode="json", include=keep, exclude_defaults=True) for e in self.ctx.knowledge]
+        for row in rows:
+            if "source_refs" in row:
+                row["ask_first"] = "does the path that source_refs names exist here, and if so, why is it off?"
         return json.dumps(rows, indent=1) if rows else "no accepted entry speaks about exactly this engine, model and machine"
 
     def history(self) -> str:

@@ -25,12 +25,14 @@ from optimizer.knowledge.blueprint import (
     Gain,
     Gains,
     Scope,
+    SourceRef,
     Status,
 )
 from optimizer.knowledge.check import Kind, check
 from optimizer.ledger import Ledger
 from optimizer.loop import Loop
 from optimizer.proposers import Budget, Declined, ProposeContext, get
+from optimizer.proposers.toolbox import Toolbox
 from optimizer.review import queue as review
 from optimizer.run import Run
 from optimizer.types import Series
@@ -198,6 +200,7 @@ def test_wrong_tokens_teach_nothing_and_a_series_names_its_enabler(tmp_path: Pat
     assert [(e.evidence.attempt, e.role) for e in sorted(found, key=lambda e: e.id)] == [(2, "enabler"), (2, "win")]
     assert all(e.gain.series is not None and e.gain.marginal is None for e in found)
     assert found[-1].failed_variants and "wrong_tokens" in found[-1].failed_variants[0].reason
+    assert all(e.pitfalls == ["Can end in wrong tokens (quick): attempt 1."] for e in found)
 
 
 def repository(place: Path) -> Path:
@@ -328,3 +331,11 @@ def test_deleting_an_accepted_entry_changes_order_skip_and_parameter() -> None:
     bare = propose()
     assert isinstance(tuned, Series) and isinstance(bare, Series)
     assert tuned.patches[0].params == {"how": "x"} and bare.patches[0].params == {}
+
+
+def test_an_agent_reads_where_a_fast_path_is_and_is_told_what_to_ask_first() -> None:
+    ref = SourceRef(repository="vllm", file="csrc/layernorm_kernels.cu", commit="abc1234")
+    known = entry("k", source_refs=[ref], remaining_gaps=["the sampler"])
+    rows = json.loads(Toolbox(ProposeContext(SOURCES, FOUND, knowledge=(known, entry("l"))), {}, "me").call("knowledge", {}))
+    assert rows[0]["source_refs"] == [ref.model_dump()] and rows[0]["remaining_gaps"] == ["the sampler"]
+    assert "exist here" in rows[0]["ask_first"] and "ask_first" not in rows[1]
