@@ -108,8 +108,12 @@ def _captured(record: Path, traces: TraceSet) -> _Input:
         return _Input(traces)
     except json.JSONDecodeError as error:
         raise Stop(3, f"{record}: byte {error.pos}: {error.msg}") from None
-    batch = data.get("workload", {}).get("batch")
-    stated = {"batch": batch, "tp": len(data.get("files", ())) or None}
+    if not isinstance(data, dict) or not isinstance(data.get("workload", {}), dict):
+        raise Stop(3, f"{record}: not a record of trace-diff capture")
+    work = data.get("workload", {})
+    stated = {"batch": work.get("batch"), "tp": len(data.get("files", ())) or None, "context": work.get("prompt_tokens")}
+    if data.get("phase") == "decode" and stated["context"]:
+        stated["context"] += work.get("new_tokens", 0) // 2  # the mean while it grows
     return _Input(traces, data.get("control_us"), data.get("phase", ""), {k: v for k, v in stated.items() if v})
 
 

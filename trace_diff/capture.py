@@ -27,6 +27,7 @@ from trace_diff.server import Reply, Server, ServerError
 from trace_diff.types import Kind, Phase, Step
 
 MIN_STEPS = 3
+MOST_STEPS = 200
 
 
 class CaptureError(RuntimeError):
@@ -54,7 +55,7 @@ class Limits:
 
     minutes: float = 5.0
     bytes: int = 400_000_000  # of all new files together, as written
-    steps: int = 200
+    steps: int = MOST_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +138,14 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
     return {p: ((s := p.stat()).st_size, s.st_mtime_ns) for p in found}
 
 
-def _new_files(folder: Path, before: dict[Path, tuple[int, int]], ranks: int, deadline: float) -> list[Path]:
+def _new_files(folder: Path, before: dict[Path, tuple[int, int]], ranks: int, most: int, deadline: float) -> list[Path]:
     """Files that were not there before, once there are enough and none grows any more."""
     last: dict[Path, tuple[int, int]] = {}
     while True:
         now = {p: v for p, v in _files(folder).items() if before.get(p) != v}
+        total = sum(size for size, _ in now.values())
+        if total > most:
+            raise CaptureError("bytes", f"the traces hold {total} bytes, the limit is {most}")
         if len(now) >= ranks and now == last and all(size for size, _ in now.values()):
             return sorted(now)
         if time.monotonic() > deadline:
@@ -152,27 +156,75 @@ def _new_files(folder: Path, before: dict[Path, tuple[int, int]], ranks: int, de
         time.sleep(0.3)
 
 
-def _check(path: Path, phase: Phase, device: bool) -> tuple[int, list[Step], list[Step]]:
-    """(rank, all steps, complete steady steps of the phase). Raises CaptureError naming the file."""
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """One rank's trace that passed."""
+
+    path: Path
+    steps: list[Step]
+    good: list[Step]  # complete steady steps of the phase, as the workload asked for them
+
+
+def _check(path: Path, work: Workload, device: bool, ranks: int = 1, most_steps: int = MOST_STEPS) -> tuple[int, _Checked]:
+    """(rank, what it holds). Raises CaptureError naming the check and the file."""
     from trace_diff import ingest, windows
 
     trace = ingest.load(path)
     if trace.notes.truncated:
         raise CaptureError("whole", f"{path}: the file is cut off")
+    if trace.world_size not in (None, ranks):
+        raise CaptureError("ranks", f"{path}: written by one of {trace.world_size} ranks, {ranks} expected (--ranks)")
     kinds = set(np.unique(trace.events.kind).tolist())
     if device and Kind.KERNEL not in kinds:
         raise CaptureError("device", f"{path}: no device events; was the profiler started with CUDA activities?")
-    names = {trace.names[i] for i in np.unique(trace.events.name)}
-    for mark, what in (("StreamBeginCapture", "graph capture"), ("_dummy_run", "a dummy run")):
+    if Kind.CPU_OP not in kinds and not device:
+        raise CaptureError("device", f"{path}: no CPU operators; was the profiler started with CPU activities?")
+    _refuse_unsteady(path, {trace.names[i] for i in np.unique(trace.events.name)})
+    steps = windows.steps(trace)
+    if len(steps) > 2 * most_steps:
+        raise CaptureError("bound", f"{path}: {len(steps)} steps, the limit is {most_steps}; is other traffic on the server?")
+    return trace.rank, _Checked(path, steps, _steady(path, steps, work))
+
+
+def _refuse_unsteady(path: Path, names: set[str]) -> None:
+    for mark, what in _UNSTEADY:
         if any(mark in n for n in names):
             raise CaptureError("steady", f"{path}: holds {what}; warm the server up first")
-    steps = windows.steps(trace)
-    good = [s for s in steps if s.phase is phase and s.complete and "empty" not in s.flags]
-    if len(good) < MIN_STEPS:
+
+
+_UNSTEADY = (
+    ("StreamBeginCapture", "graph capture"),
+    ("GraphInstantiate", "graph capture"),
+    ("_dummy_run", "a dummy run"),
+    ("step[DUMMY", "a dummy run"),
+    ("capture_model", "graph capture"),
+)
+
+
+def _steady(path: Path, steps: list[Step], work: Workload) -> list[Step]:
+    """The complete steps of the workload's phase and size; too few are told apart by what the server ran instead."""
+    of_phase = [s for s in steps if s.phase is work.phase and s.complete and "empty" not in s.flags]
+    good = [s for s in of_phase if _as_asked(s, work)]
+    if len(good) >= MIN_STEPS:
+        return good
+    if steps and all("empty" in s.flags for s in steps):
+        raise CaptureError("steady", f"{path}: all {len(steps)} steps are empty: the server was idle")
+    if len(of_phase) >= MIN_STEPS:
+        ran = ", ".join(f"{name} x{n}" for name, n in Counter(s.name for s in of_phase).most_common(4))
         raise CaptureError(
-            "steps", f"{path}: {len(good)} complete steady {phase} steps, {MIN_STEPS} needed ({len(steps)} in all)"
+            "schedule", f"{path}: {work.batch} requests of {work.prompt_tokens} tokens asked for, the server ran {ran}"
         )
-    return trace.rank, steps, good
+    raise CaptureError(
+        "steps", f"{path}: {len(of_phase)} complete steady {work.phase} steps, {MIN_STEPS} needed ({len(steps)} in all)"
+    )
+
+
+def _as_asked(step: Step, work: Workload) -> bool:
+    """True for a step that ran the cell: all sequences at once in decode, whole prompts in prefill. A step that does
+    not say is believed."""
+    if work.phase is Phase.DECODE:
+        return step.requests in (None, work.batch)
+    return step.tokens is None or step.tokens >= work.prompt_tokens
 
 
 def _profile(server: Server, options: dict[str, Any], deadline: float) -> None:
@@ -221,45 +273,37 @@ def capture(
         _drive(server, model, workload, vocab, deadline)
     finally:
         server.request("POST", "/stop_profile", {}, timeout=max(30.0, deadline - time.monotonic()))
-    files = _new_files(trace_dir, before, ranks, deadline)
-    size = sum(f.stat().st_size for f in files)
-    if size > limits.bytes:
-        raise CaptureError("bytes", f"the traces hold {size} bytes, the limit is {limits.bytes}")
-    return _store(files, out / str(workload.phase), workload, ranks, on_gpu, control, about)
+    files = _new_files(trace_dir, before, ranks, limits.bytes, deadline)
+    checked: dict[int, _Checked] = {}
+    for path in files:
+        rank, found = _check(path, workload, on_gpu, ranks, limits.steps)
+        if rank in checked:
+            raise CaptureError("ranks", f"{path}: rank {rank} was also written to {checked[rank].path}")
+        checked[rank] = found
+    if sorted(checked) != list(range(ranks)):
+        raise CaptureError("ranks", f"traces of ranks {sorted(checked)}, expected 0 to {ranks - 1}")
+    return _store(checked, out / str(workload.phase), workload, control, about)
 
 
 def _store(
-    files: Sequence[Path],
-    out: Path,
-    workload: Workload,
-    ranks: int,
-    device: bool,
-    control: float | None,
-    about: dict[str, Any],
+    checked: dict[int, _Checked], out: Path, workload: Workload, control: float | None, about: dict[str, Any]
 ) -> Captured:
-    checked: dict[int, tuple[Path, list[Step], list[Step]]] = {}
-    for path in files:
-        rank, steps, good = _check(path, workload.phase, device)
-        if rank in checked:
-            raise CaptureError("ranks", f"{path}: rank {rank} was also written to {checked[rank][0]}")
-        checked[rank] = (path, steps, good)
-    if sorted(checked) != list(range(ranks)):
-        raise CaptureError("ranks", f"traces of ranks {sorted(checked)}, expected 0 to {ranks - 1}")
+    ranks = range(len(checked))
     out.mkdir(parents=True, exist_ok=True)
     kept, digests = [], []
-    for rank in range(ranks):
-        source = checked[rank][0]
+    for rank in ranks:
+        source = checked[rank].path
         target = out / f"rank{rank}.json{'.gz' if source.suffix == '.gz' else ''}"
         shutil.copyfile(source, target)
         kept.append(target.name)
         digests.append(hashlib.sha256(target.read_bytes()).hexdigest())
-    slowest = max(statistics.fmean(s.wall_ns for s in checked[r][2]) / 1000 for r in range(ranks))
+    slowest = max(statistics.fmean(s.wall_ns for s in checked[r].good) / 1000 for r in ranks)
     captured = Captured(
         phase=str(workload.phase),
         files=tuple(kept),
         sha256=tuple(digests),
-        steps=tuple(len(checked[r][2]) for r in range(ranks)),
-        schedule=dict(Counter(s.name for s in checked[0][1])),
+        steps=tuple(len(checked[r].good) for r in ranks),
+        schedule=dict(Counter(s.name for s in checked[0].steps)),
         control_us=control,
         traced_us=slowest,
         server=about,

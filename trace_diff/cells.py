@@ -44,6 +44,9 @@ def cell_of(
     if requests:
         found["batch"] = requests.most_common(1)[0][0]
         found["tokens"] = _tokens(steps, phase)
+    cached = [s.context for s in steps if s.context is not None]
+    if cached and len(cached) == len(steps):
+        found["context"] = sum(cached) // len(cached)
     if layers is not None and layers.count:
         found["layers"] = layers.count
         inferred.append("layers")

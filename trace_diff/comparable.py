@@ -1,4 +1,4 @@
-"""Whether two cells may be compared in time: model, device class, TP, phase and batch must agree.
+"""Whether two cells may be compared in time: model, device class, TP, phase, batch and context must agree.
 
 A known difference makes a trace context. A value that is unknown on one side is taken as equal, and said so,
 unless the known side makes that unlikely (a batch above one). Not for: the comparison itself (compare).
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from trace_diff.analysis import Cell
 from trace_diff.types import Phase
 
+_SHORT = 512  # tokens: below it the cache is a small part of what a step reads
+_LONGER = 1.25
 _WORDS = {"layers": "model layers", "hidden": "hidden size", "tp": "TP", "device": "device class"}
 
 
@@ -43,7 +45,9 @@ def compare_cells(base: Cell, other: Cell) -> Comparability:
             if name == "tokens" and base.batch != other.batch:
                 continue  # said once, as batch
             reasons.append(f"{word}: {a} here, {b} there")
-    reasons += _phase(base, other) + _products(base, other) + _context(base, other)
+    longer, near = _context(base, other)
+    reasons += _phase(base, other) + _products(base, other) + longer
+    assumed += near
     return Comparability(tuple(reasons), tuple(assumed))
 
 
@@ -62,12 +66,18 @@ def _products(base: Cell, other: Cell) -> list[str]:
     return [] if a == b else [f"weights of one layer: {a} elements here, {b} there"]
 
 
-def _context(base: Cell, other: Cell) -> list[str]:
-    """Attention reads the whole cache: contexts a factor of two apart are different work."""
+def _context(base: Cell, other: Cell) -> tuple[list[str], list[str]]:
+    """(reasons, assumed): attention reads the whole cache, so clearly longer contexts are other work. Small differences,
+    and a long context beside an unknown one, are named."""
     a, b = base.context, other.context
-    if a is None or b is None or max(a, b) <= 2 * min(a, b) or max(a, b) < 1024:
-        return []
-    return [f"context: {a} tokens here, {b} there"]
+    if a is None or b is None:
+        return [], ["context"] if (a or b or 0) >= _SHORT else []
+    if max(a, b) < _SHORT or a == b:
+        return [], []
+    said = f"{a} tokens here, {b} there"
+    if max(a, b) > _LONGER * min(a, b):
+        return [f"context: {said}"], []
+    return [], [f"context ({said})"]
 
 
 def _text(value: object) -> str:

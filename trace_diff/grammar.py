@@ -18,6 +18,7 @@ class StepName:
     tokens: int | None
     grade: int
     empty: bool = False
+    context: int | None = None  # cached tokens per sequence
 
 
 # vLLM >= 0.11: execute_context_1(12)_generation_0(0); also execute_context_1(888_788544)_generation_0(0) (tokens_squares)
@@ -35,7 +36,8 @@ _PLAIN = re.compile(r"(?:(?:model_?|engine_?)?step[_ #:.-]*\d*[_ #:.-]*(?P<a>pre
 _BARE = re.compile(r"(?:engine[_ ]?step|iteration|iter|step)[_ #:.-]*\d+", re.IGNORECASE)
 _PROFILER = re.compile(r"ProfilerStep#\d+")
 _BATCH = re.compile(r"(?:bs|batch|batch_size|reqs?|num_reqs)\s*[=:]\s*(\d+)", re.IGNORECASE)
-_TOKENS = re.compile(r"(?:toks?|tokens|num_tokens|seqlen|seq_lens_sum|q)\s*[=:]\s*(\d+)", re.IGNORECASE)
+_TOKENS = re.compile(r"(?:toks?|tokens|num_tokens|seqlen|q)\s*[=:]\s*(\d+)", re.IGNORECASE)
+_CACHED = re.compile(r"(?:seq_lens_sum|kv|sk)\s*[=:]?\s*(\d+)", re.IGNORECASE)  # of all sequences together
 _MODES = {
     "decode": Phase.DECODE,
     "target_verify": Phase.DECODE,
@@ -80,7 +82,11 @@ def _vllm(name: str) -> StepName | None:
     contexts, generations = int(match["nc"]), int(match["ng"])
     tokens = [(_first_number(match[k]) or 0) for k in ("c", "g") if int(match["n" + k])]
     total = sum(tokens) or (int(match["all"]) if match["all"] else 0)
-    return StepName(_phase(contexts, generations), contexts + generations, total, 3, contexts + generations == 0)
+    cached = _CACHED.search(match["g"]) if generations else None
+    return StepName(
+        _phase(contexts, generations), contexts + generations, total, 3, contexts + generations == 0,
+        int(cached.group(1)) // generations if cached else None,
+    )  # fmt: skip
 
 
 def _vllm_old(name: str) -> StepName | None:
@@ -110,7 +116,9 @@ def _sglang(name: str) -> StepName | None:
     phase = _MODES.get(mode, Phase.UNKNOWN)
     requests = int(batch.group(1)) if batch else None
     count = int(tokens.group(1)) if tokens else (requests if phase is Phase.DECODE else None)
-    return StepName(phase, requests, count, 2, mode == "idle")
+    cached = _CACHED.search(match["rest"])
+    each = int(cached.group(1)) // requests if cached and requests and phase is Phase.DECODE else None
+    return StepName(phase, requests, count, 2, mode == "idle", each)
 
 
 def _plain(name: str) -> StepName | None:

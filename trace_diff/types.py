@@ -85,6 +85,7 @@ class Step:
     rows: npt.NDArray[np.int64]  # indices of every event of the step (host and device), ascending
     complete: bool = True
     flags: tuple[str, ...] = ()  # "first", "last", "empty", "under_recorded" ...
+    context: int | None = None  # cached tokens per sequence, where the annotation says so
 
     @property
     def wall_ns(self) -> int:

@@ -140,6 +140,7 @@ def _steps(trace: Trace, marks: list[Mark]) -> list[Step]:
                 phase=mark.said.phase,
                 requests=mark.said.requests,
                 tokens=mark.said.tokens,
+                context=mark.said.context,
                 start_ns=int(begin[k]),
                 end_ns=max(stop, int(begin[k])),
                 rows=rows,

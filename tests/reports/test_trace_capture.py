@@ -14,6 +14,7 @@ from typing import Any
 import build_trace
 import pytest
 
+from reports import trace_cli
 from trace_diff import capture
 from trace_diff.server import Server, ServerError
 from trace_diff.types import Phase
@@ -152,14 +153,14 @@ def test_a_trace_without_device_events_is_refused_on_a_gpu(tmp_path: Path) -> No
     rows = [e for e in build_trace.events() if e.get("cat") not in ("kernel", "gpu_memcpy")]
     path = build_trace.write(tmp_path / "t.json", rows)
     with pytest.raises(capture.CaptureError, match="no device events"):
-        capture._check(path, Phase.DECODE, device=True)
+        capture._check(path, DECODE, device=True)
 
 
 def test_a_trace_of_graph_capture_is_refused(tmp_path: Path) -> None:
     rows = build_trace.events()
     rows.append({"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamBeginCapture", "pid": 1, "tid": 1, "ts": 120, "dur": 1})
     with pytest.raises(capture.CaptureError, match="graph capture"):
-        capture._check(build_trace.write(tmp_path / "t.json", rows), Phase.DECODE, device=True)
+        capture._check(build_trace.write(tmp_path / "t.json", rows), DECODE, device=True)
 
 
 def test_limits_are_kept(served: tuple[Fake, str], tmp_path: Path) -> None:
@@ -187,3 +188,62 @@ def test_a_unix_socket_is_an_address_too(tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_named(url: str) -> None:
     with pytest.raises(ServerError, match="not a server address"):
         Server(url)
+
+
+def _refused(path: Path, rows: list[dict[str, Any]], work: capture.Workload = DECODE, device: bool = True, **kw: Any) -> str:
+    with pytest.raises(capture.CaptureError) as caught:
+        capture._check(build_trace.write(path / "t.json", rows, **kw), work, device=device)
+    return caught.value.name
+
+
+def test_a_trace_of_another_schedule_than_asked_for_is_refused(tmp_path: Path) -> None:
+    """Four sequences were to decode together, the server ran them one by one; a prompt was to be one step, it ran in chunks."""
+    assert _refused(tmp_path, build_trace.events(), capture.Workload(Phase.DECODE, 1, 6, batch=4)) == "schedule"
+    chunks = [
+        {**e, "name": "execute_context_1(512)_generation_0(0)"} if e["name"].startswith("execute") else e for e in build_trace.events()
+    ]
+    assert _refused(tmp_path, chunks, capture.Workload(Phase.PREFILL, 2048, 1, repeat=5)) == "schedule"
+    assert capture._check(tmp_path / "t.json", capture.Workload(Phase.PREFILL, 512, 1, repeat=5), device=True)[1].good
+
+
+def test_a_trace_of_an_idle_server_is_refused_as_such(tmp_path: Path) -> None:
+    rows = [{**e, "name": "execute_context_0(0)_generation_0(0)"} if e["name"].startswith("execute") else e for e in build_trace.events()]
+    assert _refused(tmp_path, rows) == "steady"
+
+
+def test_a_dummy_run_is_refused(tmp_path: Path) -> None:
+    rows = build_trace.events()
+    rows.append({"ph": "X", "cat": "python_function", "name": "vllm/gpu_model_runner.py(9): _dummy_run", "pid": 1, "tid": 1, "ts": 120, "dur": 1})
+    assert _refused(tmp_path, rows) == "steady"
+
+
+def test_a_cpu_engines_trace_without_operators_is_refused(tmp_path: Path) -> None:
+    rows = [e for e in build_trace.events() if e.get("cat") == "user_annotation"]
+    assert _refused(tmp_path, rows, device=False) == "device"
+
+
+def test_one_file_of_a_larger_world_is_not_the_whole_run(tmp_path: Path) -> None:
+    assert _refused(tmp_path, build_trace.events(), world=4) == "ranks"
+
+
+def test_far_more_steps_than_asked_for_are_other_traffic(tmp_path: Path) -> None:
+    path = build_trace.write(tmp_path / "t.json", build_trace.events(steps=30))
+    with pytest.raises(capture.CaptureError, match="other traffic"):
+        capture._check(path, DECODE, device=True, most_steps=6)
+
+
+def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+    path = build_trace.write(tmp_path / "t.json", build_trace.events())
+    path.write_bytes(path.read_bytes()[:-3000])
+    with pytest.raises(capture.CaptureError, match="cut off"):
+        capture._check(path, DECODE, device=True)
+
+
+def test_the_context_of_a_captured_cell_comes_from_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, prompt in (("short", 1), ("long", 4096)):
+        build_trace.write(tmp_path / name / "rank0.json", build_trace.events(launch_us=6.0))
+        record = {"phase": "decode", "files": ["rank0.json"], "workload": {"batch": 1, "prompt_tokens": prompt, "new_tokens": 10}}
+        (tmp_path / name / "capture.json").write_text(json.dumps(record))
+    assert trace_cli.main([str(tmp_path / "short"), str(tmp_path / "long"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["diff"]["context"][0]["reasons"] == ["context: 6 tokens here, 4101 there"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -76,15 +77,11 @@ H200 = Cell(device="NVIDIA H200", tp=1, phase=Phase.DECODE, batch=1, tokens=1, l
     ],
 )
 def test_a_known_difference_is_named(change: dict, reason: str):
-    from dataclasses import replace
-
     base = replace(H200, context=100)
     assert compare_cells(base, replace(base, **change)).reasons == (reason,)
 
 
 def test_an_unknown_batch_is_taken_as_one_and_said_so_but_never_as_many():
-    from dataclasses import replace
-
     unknown = replace(H200, batch=None, tokens=None)
     assert compare_cells(unknown, H200).ok
     assert "batch" in compare_cells(unknown, H200).assumed
@@ -92,8 +89,6 @@ def test_an_unknown_batch_is_taken_as_one_and_said_so_but_never_as_many():
 
 
 def test_merged_and_split_products_of_one_model_agree_and_another_model_does_not():
-    from dataclasses import replace
-
     merged = replace(H200, products=((256, 512), (256, 256)))
     split = replace(H200, products=((256, 256), (256, 128), (256, 128), (256, 256)))
     assert compare_cells(merged, split).ok
@@ -125,3 +120,19 @@ def test_bandwidth_is_known_by_the_drivers_name_of_a_device_or_not_at_all(device
 def test_every_bandwidth_has_a_source_and_says_whether_it_was_measured():
     assert len({m.name for m in MEMORIES}) == len(MEMORIES)
     assert all(m.source and m.kind in ("measured", "peak") for m in MEMORIES)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "ok", "assumed"),
+    [
+        (16, 400, True, ()),  # both short: the cache is nothing
+        (1024, 2048, False, ()),
+        (2048, 2200, True, ("context (2048 tokens here, 2200 there)",)),
+        (2048, 2048, True, ()),
+        (None, 2048, True, ("context",)),
+        (None, 100, True, ()),
+    ],
+)
+def test_contexts_are_never_mixed_silently(here, there, ok, assumed):
+    verdict = compare_cells(replace(H200, context=here), replace(H200, context=there))
+    assert (verdict.ok, verdict.assumed) == (ok, assumed)

@@ -377,3 +377,17 @@ def test_a_decode_step_with_half_the_device_rows_of_the_others_is_under_recorded
         for k in range(6):
             build.kernel("gemm", base + 5_000 + k * 10_000, 8_000) if step != 2 or k < 2 else None
     assert [s.complete for s in steps(load(build.write(tmp_path / "t.json")))] == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "context"),
+    [
+        ("execute_8192_context_0()_generation_37(sq37sk34489sqsq37sqsk34489)", 37, 932),
+        ("step[DECODE bs=4 seq_lens_sum=8192]", 4, 2048),
+        ("execute_context_0(0)_generation_1(1)", 1, None),
+    ],
+)
+def test_annotations_that_state_cached_tokens_give_the_context_of_each_sequence(name, tokens, context):
+    said = parse(name)
+    assert said is not None
+    assert (said.tokens, said.context) == (tokens, context)
