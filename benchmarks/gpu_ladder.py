@@ -1,6 +1,7 @@
 """The GPU skills one on top of the other, each engine started in the sandbox and timed over HTTP. A first look, no verdict.
 
     python -m benchmarks.gpu_ladder OUT --place DIR [--only graph,skinny]
+    python -m benchmarks.gpu_ladder --place DIR --build
 
 Qwen3-8B dimensions, random bf16 weights. For each rung: seconds to start, median step and time to the first token
 of each cell (batches, long prompts); then every stream's gap to the float32 oracle, and how many streams
@@ -38,6 +39,7 @@ RUNGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gated", ("skinny-gemm",)),
     ("ahead", ("overlap-scheduling",)),
     ("inference", ("inference-mode",)),
+    ("no host reads", ("remove-host-reads",)),
 )
 CELLS = {
     "batch 1": ([128], 65),
@@ -63,8 +65,9 @@ def rungs(place: Path, model: Path) -> dict[str, LaunchSpec]:
             if isinstance(rewrites, str):
                 raise SystemExit(f"{skill} declined: {rewrites}")
             sources = rewrites[-1].after
-        tree = place / name
+        tree = place / name.replace(" ", "-")
         shutil.rmtree(tree, ignore_errors=True)
+        shutil.copytree(REPO / "engine", tree / "engine")
         for file, text in sources.items():
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
             (tree / file).write_text(text, "utf-8")
@@ -99,10 +102,17 @@ def climb(server: Server, name: str, prompts: PromptSource, out: Path) -> tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--place", type=Path, required=True, help="folder on a disk with 20 GB")
+    parser.add_argument("--build", action="store_true", help="only write the trees, each a target folder, to PLACE/trees; needs no GPU")
     parser.add_argument("--only", default=",".join(name for name, _ in RUNGS), help="rungs to start; the others are only climbed over")
     options = parser.parse_args()
+    if options.build:
+        for name, spec in rungs(options.place / "trees", options.place).items():
+            emit({"rung": name, "target": str(spec.tree / "engine")})
+        return
+    if options.out is None:
+        parser.error("OUT is needed unless --build is given")
     began = time.monotonic()
     config = options.place / "config"
     config.mkdir(parents=True, exist_ok=True)

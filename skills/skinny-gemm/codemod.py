@@ -105,14 +105,14 @@ def gated(x: torch.Tensor, weight: torch.Tensor, silu_mul: Callable[[torch.Tenso
         return silu_mul(*linear(x, weight).chunk(2, dim=-1))
     out, step = x.new_empty((1, outputs)), next(s for s in (1024, 512) if inputs % s == 0)
     pdl = torch.cuda.get_device_capability(x.device) >= (9, 0)
-    skinny_gated[(outputs,)](x, weight, out, outputs, K=inputs, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=8)
+    skinny_gated_gemv[(outputs,)](x, weight, out, outputs, K=inputs, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=8)
     return out
 
 
 if triton is not None:
 
     @triton.jit
-    def skinny_gated(x, weight, out, outputs, K: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+    def skinny_gated_gemv(x, weight, out, outputs, K: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
         n, k = tl.program_id(0).to(tl.int64), tl.arange(0, STEP)
         kind = out.dtype.element_ty
         gate_at, up_at = weight + n * K + k, weight + (n + outputs) * K + k
@@ -173,7 +173,7 @@ def _gated(sources: dict[str, str], path: str, finding: dict) -> dict:
             if new is not None:
                 before = sources[path].replace("\nimport torch\n", "\nfrom collections.abc import Callable\n\nimport torch\n", 1)
                 changed = {file: t.replace(tree, new).code, path: before + GATED}
-                return _patch(changed, "silu(gate) * up inside the product of one row", finding, "skinny_gated", "gate and up round before silu, as operators do")  # fmt: skip
+                return _patch(changed, "silu(gate) * up inside the product of one row", finding, "skinny_gated_gemv", "gate and up round before silu, as operators do")  # fmt: skip
     return {"declined": f"{path} is there already; no gate and up that come from one product and meet in silu(gate) * up alone"}
 
 
