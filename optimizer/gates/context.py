@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer.confine.launch import Server, launch
-from optimizer.gates.model_math import Model
+from optimizer.gates.model_math import vocabulary
 from optimizer.traffic.client import Request
 from optimizer.traffic.prompts import PromptSource
 from optimizer.truth import weights
@@ -176,12 +176,12 @@ SMALL_CACHE_PAGES = 48
 def ask(server: Server, requests: list[Request], seconds: float = 60.0) -> list[Stream]:
     """Concurrent streams. Raises Failed when one of them ended with an error or holds what is no token."""
     streams = server.client.complete(requests, seconds)
-    vocabulary = Model.of(server.spec.model_dir).vocabulary
+    known = vocabulary(server.spec.model_dir)
     for request, stream in zip(requests, streams, strict=True):
         if stream.error is not None and request.abort_after is None:
             raise broken(server, stream.error)
-        if outside := [token for token in stream.token_ids if token >= vocabulary]:
-            detail = f"token {outside[0]} is outside the vocabulary of {vocabulary}"
+        if outside := [token for token in stream.token_ids if token >= known]:
+            detail = f"token {outside[0]} is outside the vocabulary of {known}"
             raise Failed(RejectReason.TOKEN_ACCOUNTING, detail, "G11")
     return streams
 

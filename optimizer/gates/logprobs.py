@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from optimizer.confine.launch import Server
-from optimizer.gates import streams
+from optimizer.gates import model_math, streams
 from optimizer.gates.context import Lab, Setup, broken, failed, parked, passed
-from optimizer.gates.model_math import Model
 from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason, Stream
 
@@ -39,7 +38,7 @@ def compare(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> Gate
     if got is None:
         return _none_offered(lab, prompts[0])
     tables = [_tables(stream) for stream in got]
-    if wrong := _odd(tables, Model.of(lab.ctx.candidate.model_dir).vocabulary):
+    if wrong := _odd(tables, model_math.vocabulary(lab.ctx.candidate.model_dir)):
         return failed("logprobs", "G07", RejectReason.WRONG_TOKENS, wrong)
     tokens = streams.judge(lab.oracle(setup).score(got), name, "G07", accept_numeric_drift=lab.ctx.accept_numeric_drift)
     if not tokens.passed:

@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 
 
+def vocabulary(model_dir: Path) -> int:
+    """How many token ids a model has, whatever its architecture."""
+    return int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     hidden: int
