@@ -27,6 +27,7 @@ from optimizer.target import load_target
 
 REPO = Path(__file__).resolve().parents[1]
 MODEL = REPO / "engine/tiny_qwen3"
+PLACE = REPO / "runs/outside"
 
 
 def fetcher() -> Any:
@@ -37,6 +38,15 @@ def fetcher() -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def target_of(fetch: Any, engine: str, place: Path = PLACE) -> Path:
+    """The engine's target folder, set up when it is not there yet."""
+    target = place / engine / "target"
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fetch.fetch(engine, target)
+    return target
 
 
 def editable(target_dir: Path) -> dict[str, str]:
@@ -106,19 +116,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="ENGINE or ENGINE:SKILL, comma-separated")
     parser.add_argument("--minutes", type=float, default=15.0, help="budget of one run")
-    parser.add_argument("--place", type=Path, default=REPO / "runs/outside")
+    parser.add_argument("--place", type=Path, default=PLACE)
     options = parser.parse_args()
     only = set(filter(None, options.only.split(",")))
     fetch = fetcher()
     print("| engine | skill | gates | time ratio, 95 % | pairs | detectable | verdict |\n|---|---|---|---|---|---|---|")
     for engine in fetch.NAMES:
         place = options.place / engine
-        target = place / "target"
         if only and not any(name.partition(":")[0] == engine for name in only):
             continue
-        if not target.is_dir():
-            place.mkdir(parents=True, exist_ok=True)
-            fetch.fetch(engine, target)
+        target = target_of(fetch, engine, options.place)
         for skill in acting(editable(target)):
             if only and engine not in only and f"{engine}:{skill}" not in only:
                 continue

@@ -56,8 +56,8 @@ def tested_on(skill: Skill, engines: dict[str, dict[str, str]]) -> list[str]:
 
 def print_table(place: Path, tps: list[int]) -> None:
     fetch = outside.fetcher()
-    targets = {n: outside.REPO / "runs/outside" / n / "target" for n in fetch.NAMES}
-    engines = {"this engine": engine_sources()} | {n: outside.editable(d) for n, d in targets.items() if d.is_dir()}
+    targets = {n: outside.target_of(fetch, n) for n in fetch.NAMES}
+    engines = {"this engine": engine_sources()} | {n: outside.editable(d) for n, d in targets.items()}
     head = ["skill", "answers", "devices", "mechanical", "acts on", *(f"alone on a CPU, TP={tp}: time ratio, 95 %" for tp in tps)]
     print("| " + " | ".join(head) + " |")
     print("|---" * len(head) + "|")
@@ -67,13 +67,13 @@ def print_table(place: Path, tps: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tp", default="1,4")
+    parser.add_argument("--tp", default="1,4", help="comma-separated; an empty one gives the table without effects")
     parser.add_argument("--only", default="", help="skills, comma-separated")
     parser.add_argument("--minutes", type=float, default=12.0, help="budget of one run")
     parser.add_argument("--place", type=Path, default=PLACE)
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
-    tps = [int(tp) for tp in options.tp.split(",")]
+    tps = [int(tp) for tp in options.tp.split(",") if tp]
     only = set(filter(None, options.only.split(",")))
     for tp in [] if options.table else tps:
         for skill in outside.acting(engine_sources()):

@@ -21,7 +21,10 @@ sys.path.insert(0, str(REPO))
 from optimizer.patching import apply_edits, changed_lines, edits_from  # noqa: E402
 from optimizer.proposers import skillbook  # noqa: E402
 
-WHEELS = {"nano-vllm-fork": "20260210", "smol-vllm": "0.1.2", "litgpt": "0.5.13"}
+WHEELS = {"nano-vllm-fork": "20260210", "smol-vllm": "0.1.2", "litgpt": "0.5.13", "reasoning-from-scratch": "0.2.0"}
+
+
+ENGINE_FILES = ("__init__.py", "ch02.py", "qwen3.py", "utils.py")
 
 
 def sources(name: str, version: str, folder: Path) -> dict[str, str]:
@@ -43,7 +46,7 @@ def installed_qwen3() -> dict[str, str]:
 
 def attempt(skill: skillbook.Skill, before: dict[str, str]) -> str:
     """What the skill did: its title with the size of the patch, or the reason why not."""
-    finding = {"bound_us": 1.0, "params": skill.variants()[0]}
+    finding = {"bound_us": 1.0, "params": skill.variants()[0], "device": skill.devices[0]}
     answer = skillbook.run(skill, before, finding)
     if isinstance(answer, str):
         return f"declines: {answer}"
@@ -62,6 +65,8 @@ def attempt(skill: skillbook.Skill, before: dict[str, str]) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         engines = {f"{n} {v}": sources(n, v, Path(folder)) for n, v in WHEELS.items()}
+        name = "reasoning-from-scratch"  # one engine of the book's several, as docs/examples/outside takes it
+        engines[f"{name} {WHEELS[name]}"] = {f: t for f, t in engines[f"{name} {WHEELS[name]}"].items() if f.rpartition("/")[2] in ENGINE_FILES}
     engines[f"transformers {importlib.metadata.version('transformers')} (Qwen3 file)"] = installed_qwen3()
     print("| skill | " + " | ".join(engines) + " |")
     print("|---" * (len(engines) + 1) + "|")

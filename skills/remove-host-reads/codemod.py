@@ -2,7 +2,8 @@
 
 Data flow: a dataclass of tensors is built in one place from Python lists (`field=torch.tensor(list)`, or a method
 that does just that), and read back elsewhere (`m.field.max().item()`, `m.field.tolist()`, the largest difference
-of neighbours). Each read becomes a field of its own, filled from the list. Reads without such a list are left.
+of neighbours). Each read becomes a field of its own, filled from the list. Where no such dataclass is, a loop that reads a
+tensor in every round only to collect the numbers reads them together, once. Other reads are left.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
             why = f"what {name} holds is not built from lists: a read once per step is the best to be had"
             continue
         return _patch(name, cls, usable, sites, hosts, trees, finding)
+    for function in functions:
+        if (edits := _once_after_the_loop(function)) is not None:
+            read = {function.file: t.replace(trees[function.file], edits).code}
+            return _answer(read, f"Read the tokens of {function.name} once, after its loop", "the loop's other statements do not look at what is read", finding)
     return {"declined": why}
 
 
@@ -71,18 +76,49 @@ def _patch(name: str, cls: t.Class, reads: list[_Read], sites: list, hosts: dict
     for n, (function, call) in enumerate(sites):
         lists = {field: found[n] for field, found in hosts.items()}
         _fill(function, call, list(wanted.values()), lists, edits.setdefault(function.file, {}))
+    changed = {file: t.replace(trees[file], new).code for file, new in edits.items()}
+    title = f"Keep host copies of what layers read back ({', '.join(sorted(wanted))})"
+    return _answer(changed, title, f"{name} is built from the very lists that its tensors are built from", finding)
+
+
+def _answer(changed: dict[str, str], title: str, invariant: str, finding: dict) -> dict:
     return {
-        "sources": {file: t.replace(trees[file], new).code for file, new in edits.items()},
+        "sources": changed,
         "mechanism": "remove-host-reads",
-        "title": f"Keep host copies of what layers read back ({', '.join(sorted(wanted))})",
+        "title": title,
         "predicted_us": finding.get("bound_us"),
-        "invariants": [f"{name} is built from the very lists that its tensors are built from"],
+        "invariants": [invariant],
         "params": {},
         "activation": {
             "appear": [],
             "vanish": [{"row": "aten::item", "phase": "decode", "ranks": "all", "fewer": True}],
         },
     }
+
+
+# -- one read after a loop instead of one in every round ------------------------------------------------------------
+
+
+def _once_after_the_loop(function: t.Function) -> dict[cst.CSTNode, object] | None:
+    """`for ...: v = x.item(); found.append(v)` with v used for nothing else: the tensors are kept and read together."""
+    for loop in t.walk(function.node):
+        if not isinstance(loop, cst.For) or not isinstance(loop.body, cst.IndentedBlock):
+            continue
+        for statement in loop.body.body:
+            pair = t.assigned(statement)
+            if pair is None or not t.code(pair[1]).endswith(".item()") or not isinstance(pair[1], cst.Call):
+                continue
+            name, read = pair[0], pair[1]
+            appends = [s for s in loop.body.body if t.code(s).strip().endswith(f".append({name})")]
+            target = t.code(appends[0]).strip().removesuffix(f".append({name})") if len(appends) == 1 else ""
+            named = [n.value for n in t.walk(function.node) if isinstance(n, cst.Name)]
+            in_loop = [n.value for n in t.walk(loop) if isinstance(n, cst.Name)]
+            empty = any(p[0] == target and t.code(p[1]) == "[]" for n in t.walk(function.node) if (p := t.assigned(n)))
+            if not empty or named.count(name) != 2 or in_loop.count(target) != 1 or any(isinstance(n, cst.Break | cst.Return) for n in t.walk(loop)):
+                continue
+            line = f"{target} = torch.cat([value.reshape(1) for value in {target}]).tolist() if {target} else []\n"
+            return {read: read.func.value, loop: lambda updated, line=line: [updated, *t.statements(line)]}  # type: ignore[attr-defined]
+    return None
 
 
 # -- finding reads ---------------------------------------------------------------------------------------------

@@ -273,3 +273,42 @@ def test_every_skill_says_what_it_is_for_and_answers_a_known_rule(skills, repo) 
         for heading in ("Trace signature", "Preconditions", "Steps", "Pitfalls", "Audit", "Evidence"):
             assert f"## {heading}" in skill.text, f"{name} has no {heading}"
         assert (skill.codemod is not None) == str(skill.metadata["mechanical"]).startswith(("yes", "cpu")), name
+
+
+LOOP = """import torch
+
+
+def decode(model, groups):
+    tokens = []
+    for group in groups:
+        scores = model(group)
+        token = torch.argmax(scores, dim=-1).item()
+        tokens.append(token)
+        group.append(len(groups))
+    return tokens
+"""
+
+
+def test_reads_of_a_loop_are_taken_together_after_it(act) -> None:
+    after = act({"m.py": LOOP}, "remove-host-reads")["m.py"]
+    assert ".item()" not in after
+
+    def model(group: list[int]) -> torch.Tensor:
+        return torch.arange(9.0).roll(group[0])[None]
+
+    for groups in ([], [[1], [4], [7]]):
+        got = [build(text, "decode")["decode"](model, [list(g) for g in groups]) for text in (LOOP, after)]
+        assert got[0] == got[1] and all(type(token) is int for token in got[1])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("group.append(len(groups))", "group.append(token)"),  # wanted in the round itself
+        ("group.append(len(groups))", "group.append(len(tokens))"),
+        ("group.append(len(groups))", "if group: break"),
+        ("    return tokens", "    return tokens, token"),
+    ],
+)
+def test_a_read_that_the_round_needs_stays(old, new, answer) -> None:
+    assert isinstance(answer("remove-host-reads", {"m.py": LOOP.replace(old, new)}), str)
