@@ -37,6 +37,8 @@ def test_totals_agree_with_the_ground_truth_exactly(shared, entry):
     assert len(rows) == truth["n_gpu"]
     assert len(trace.rows(Kind.KERNEL)) == truth["n_kernel"]
     assert int(trace.events.dur_ns[rows].sum()) == _ns(truth["sum_dur_us"])
+    assert len(np.unique(trace.events.stream[rows])) == truth["streams"]
+    assert round(100 * got["gpu_idle_ns"] / got["gpu_span_ns"], 2) == pytest.approx(truth["idle_pct"], abs=0.011)
     tied = links(trace)
     assert int(tied.in_graph.sum()) == truth["graph_kernels"]
     assert int((tied.launch < 0).sum()) == truth["no_launch"]
@@ -62,6 +64,8 @@ def _overlaps(trace, rows) -> int:
 def test_every_other_file_loads_and_its_steps_sum(shared, entry):
     trace = load(shared / "traces" / entry["file"])
     shown = summary.show(gather([trace], "one"))["ranks"][0]
+    if (entry.get("ground_truth") or {}).get("gpu_events") == 0:
+        assert len(trace.rows(*WORK_KINDS)) == 0 and shown["gpu_span_ns"] is None
     assert shown["truncated"] == ("truncated" in entry["file"])
     assert shown["lost"] == int("truncated" in entry["file"])
     for step in shown["steps"]:
