@@ -247,3 +247,15 @@ def test_the_command_repeats_everything_that_was_asked_for() -> None:
 def test_the_command_is_spelled_out_when_the_run_kept_none() -> None:
     words = run_judged.command({"metric": "tok/s", "tp": 2, "goal": {"kind": "value", "value": 60.0}, "target_dir": "/a b"})
     assert words == "optimize --target tok/s --goal 60 --target-dir '/a b' --tp 2"
+
+
+def test_a_printed_page_keeps_the_colours_of_its_legends(page: Path, tmp_path: Path) -> None:
+    """Browsers drop backgrounds in print: then the legend was a row of empty squares."""
+    import browser
+
+    with browser.chromium() as chromium:
+        shown = chromium.new_page()
+        shown.goto(page.as_uri())
+        shown.emulate_media(media="print")
+        kept = shown.evaluate("[...document.querySelectorAll('.swatch, .bar')].map(e => getComputedStyle(e).printColorAdjust)")
+    assert len(kept) > 10 and set(kept) == {"exact"}
