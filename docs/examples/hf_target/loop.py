@@ -60,10 +60,12 @@ class Words:
         """Hand one token on; True when it is the last."""
         self.ids.append(token)
         text = self.tokenizer.decode(self.ids) if self.tokenizer else "".join(f" {i}" for i in self.ids)
-        stopped = any(word in text for word in self.stop)
+        stopped = [text.index(word) for word in self.stop if word in text]
+        text = text[: min(stopped)] if stopped else text
         reason = "stop" if stopped or token in self.ends else "length" if len(self.ids) == self.limit else None
-        # Part of a character waits for the rest of it.
-        ready = text if reason or not text.endswith("\ufffd") else text[:-3]
+        # Part of a character waits for the rest of it, and so does what may begin a stop string.
+        late = max((len(word) for word in self.stop), default=1) - 1
+        ready = text if reason else text[: len(text) - max(late, 3 if text.endswith("\ufffd") else 0)]
         self.job.events.put({"index": 0, "text": ready[self.sent :], "token_ids": [token], "finish_reason": reason})
         self.sent = max(self.sent, len(ready))
         return reason is not None or self.job.gone
