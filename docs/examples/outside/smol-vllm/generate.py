@@ -73,8 +73,10 @@ class Engine(loop.Engine):
 
     def check(self, body):
         ids = super().check(body)
-        if body.get("temperature", 1.0) != 0 or body.get("min_tokens"):
-            raise loop.Refused("this engine decodes greedily: temperature must be 0, and min_tokens cannot be set")
+        if body.get("temperature", 1.0) != 0:
+            raise loop.Refused("this engine decodes greedily: temperature must be 0")
+        if body.get("min_tokens") and not body.get("ignore_eos"):
+            raise loop.Refused("this engine takes no token away: min_tokens needs ignore_eos")
         return ids
 
     def step(self):
