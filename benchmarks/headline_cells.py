@@ -18,8 +18,6 @@ from optimizer.traffic.prompts import PromptSource
 from optimizer.types import Stream
 from optimizer.vllm_server import Stated
 
-BUNCHED = 0.05  # share of gaps that are next to nothing above which tokens came in bunches, and the mean is taken
-NEXT_TO_NOTHING = 0.1  # of the mean gap
 SAME_MODEL = 0.5  # share of streams whose first token must be the same in both engines: greedy, same weights, same prompt
 
 
@@ -64,7 +62,6 @@ class Turn:
 
     ms: dict[str, float]  # cell -> ms per step, or ms to the first token
     streams: tuple[Stream, ...]  # in the order of the requests
-    bunched: tuple[str, ...]  # cells whose tokens came in bunches: their ms is the mean, not the median
 
 
 def requests(jobs: Sequence[Job], prompts: PromptSource, name: str) -> dict[str, list[list[Request]]]:
@@ -94,18 +91,17 @@ def take(client: Client, generator: LoadGenerator, work: dict[str, list[list[Req
             if wrong := [w for request, stream in zip(each, streams, strict=True) if (w := other_work(request, stream))]:
                 raise NotTimed(f"{name}: {wrong[0]} ({len(wrong)} of {len(each)} streams)")
             done[name] += streams
-    ms, bunched = {}, []
+    ms = {}
     for cell, (job, what) in CELLS.items():
         if job not in done:
             continue
         if what == "first":
             ms[cell] = statistics.median((s.arrivals_ns[0] - s.sent_ns) / 1e6 for s in done[job])
             continue
-        ms[cell], uneven = step_ms(done[job])
+        ms[cell] = step_ms(done[job])
         if not ms[cell]:
             raise AtOnce(f"{job}: whole answers came at once: there is no time per step")
-        bunched += [cell] if uneven else []
-    return Turn(ms, tuple(s for streams in done.values() for s in streams), tuple(bunched))
+    return Turn(ms, tuple(s for streams in done.values() for s in streams))
 
 
 def other_work(request: Request, stream: Stream) -> str | None:
@@ -121,17 +117,14 @@ def other_work(request: Request, stream: Stream) -> str | None:
     return None if stream.finish_reason == "length" else f"finish reason {stream.finish_reason!r}, not 'length'"
 
 
-def step_ms(streams: Sequence[Stream]) -> tuple[float, bool]:
-    """(ms per decode step, whether tokens came in bunches): median gap between tokens, first gap left out.
+def step_ms(streams: Sequence[Stream]) -> float:
+    """ms per decode step: the mean gap between tokens over all streams, first gap left out where there are more.
 
-    Where a server sends several tokens at once a median of gaps says nothing: then it is the mean of the streams.
+    The mean, as a user waits for it: a median would leave out every step that takes longer than most.
     """
     gaps = [b - a for s in streams for a, b in zip(s.arrivals_ns[1:], s.arrivals_ns[2:], strict=False)]
     gaps = gaps or [b - a for s in streams for a, b in zip(s.arrivals_ns, s.arrivals_ns[1:], strict=False)]
-    mean = statistics.fmean(gaps)
-    if sum(gap < NEXT_TO_NOTHING * mean for gap in gaps) > BUNCHED * len(gaps):
-        return mean / 1e6, True
-    return statistics.median(gaps) / 1e6, False
+    return statistics.fmean(gaps) / 1e6
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,8 +130,7 @@ def _time_alone(sitting: Sitting, server: Outside, generator: LoadGenerator) -> 
     said, against = judge(sitting, server)
     ms = {cell: statistics.median(t.ms[cell] for t in good) for cell in good[0].ms}
     spread = {cell: max(t.ms[cell] for t in good) / min(t.ms[cell] for t in good) for cell in ms}
-    bunched = sorted({cell for t in good for cell in t.bunched})
-    return {"status": "unfair" if against else "timed", "why": "; ".join(against), "ms": ms, "spread": spread, "bunched": bunched,
+    return {"status": "unfair" if against else "timed", "why": "; ".join(against), "ms": ms, "spread": spread,
             "prompts_sha": shas, "stated": said}  # fmt: skip
 
 
@@ -227,9 +226,8 @@ def _take_turns(sitting: Sitting, servers: dict[str, Client], generator: LoadGen
             continue
         longest = max(longest, time.monotonic() - began)
         ms = {name: turn.ms for name, turn in turns.items()}
-        bunched = {name: list(turn.bunched) for name, turn in turns.items()}
         cards = [asdict(card) for card in query_gpus(sitting.gpus(sitting.options.gpu) + sitting.gpus(same["vllm_gpu"]))] if sitting.options.device == "cuda" else []
-        sitting.emit("pair", **same, index=index, order=list(order), ms=ms, bunched=bunched, prompts_sha=cells.sha(work), gpus=cards)
+        sitting.emit("pair", **same, index=index, order=list(order), ms=ms, prompts_sha=cells.sha(work), gpus=cards)
         taken += 1
         yield cells.agreement(turns["ours"].streams, turns["vllm"].streams)
 

@@ -192,7 +192,7 @@ def _started(want: Wanted, tmp: Path) -> Iterator[tuple[Server | Outside, str, s
             devices=want.devices, sandbox=want.sandbox, label=target.name, extra_args=want.engine_args,
         )  # fmt: skip
         with launch(spec) as server:
-            yield server, target.name, want.version or f"tree {repo.tree_of(commit)[:12]}", " ".join((*target.serve, *want.engine_args))
+            yield server, str(server.metadata.get("engine") or target.name), want.version or f"tree {repo.tree_of(commit)[:12]}", " ".join((*target.serve, *want.engine_args))
         return
     if which == "vllm":
         common = vllm_server.Common(

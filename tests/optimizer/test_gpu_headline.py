@@ -166,10 +166,10 @@ def _stream(*arrivals_ms: float) -> Stream:
     return Stream((1,), tuple(range(n)), "", "length", 0, tuple(int(ms * 1e6) for ms in arrivals_ms), usage)
 
 
-def test_tokens_that_come_in_bunches_are_timed_by_their_mean():
-    assert cells.step_ms([_stream(1, 2, 3, 4, 5)]) == (1.0, False)
-    ms, bunched = cells.step_ms([_stream(1, 2, 4, 4, 6, 6, 8, 8, 10, 10)])
-    assert bunched and ms == pytest.approx(1.0)
+def test_steps_that_take_longer_and_tokens_that_come_in_bunches_count_in_full():
+    assert cells.step_ms([_stream(1, 2, 3, 4, 5)]) == 1.0
+    assert cells.step_ms([_stream(1, 2, 4, 4, 6, 6, 8, 8, 10, 10)]) == pytest.approx(1.0)
+    assert cells.step_ms([_stream(1, 9, 10, 11, 12, 17)]) == pytest.approx(2.0)  # the first gap is left out, the last long one is not
 
 
 def test_a_stream_is_held_to_what_was_asked_for():
