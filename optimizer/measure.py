@@ -15,6 +15,7 @@ from typing import Any
 
 from optimizer import environment, targets
 from optimizer.arms import Arm, Bench, Job, Lost, Work, in_turn, together
+from optimizer.gates.streams import text_fault, tokenizer_of
 from optimizer.targets import PROTOCOLS, protocol_for
 from optimizer.traffic import prompts as prompt_source
 from optimizer.traffic.client import Request
@@ -83,7 +84,7 @@ def run_pair(
         return _discarded(stage, index, order, drawn[0] if drawn else None, why, bench.clock() - began, facts)
     except LoadError as error:
         raise InfrastructureError(str(error)) from error
-    drift = verify(arms, oracle)
+    drift = verify(arms, oracle, tokenizer_of(a.model_dir))
     return _pair(arms, work(), protocol, stage, index, order, a.device, bench.clock() - began, drift)
 
 
@@ -158,13 +159,14 @@ def _arrivals(prompts: Any, evaluation: str, cell: Cell) -> list[float]:
 # --- after the clock has stopped -----------------------------------------------------------------------
 
 
-def verify(arms: dict[str, Arm], oracle: Any) -> dict[str, int]:
-    """Score every timed stream of both arms. Equal streams are scored once.
+def verify(arms: dict[str, Arm], oracle: Any, tokenizer: Any = None) -> dict[str, int]:
+    """Score every timed stream of both arms. Equal streams are scored once; the text must be what the tokens say.
 
     Returns how many streams that only arm b gave lie in the bands between equal and wrong: `reorder` (counts as
     equal) and `tolerance` (a person decides: `accept.judge` parks). Errors: CandidateFailed (WRONG_TOKENS) for arm
     b, InfrastructureError for arm a.
     """
+    _texts(arms, tokenizer)
     owners: dict[tuple[tuple[int, ...], tuple[int, ...]], set[str]] = {}
     sample: dict[tuple[tuple[int, ...], tuple[int, ...]], Stream] = {}
     for name, arm in arms.items():
@@ -187,6 +189,16 @@ def verify(arms: dict[str, Arm], oracle: Any) -> dict[str, int]:
         raise CandidateFailed(RejectReason.WRONG_TOKENS, detail)
     only_b = [score.band for who, score in judged if who == {"b"}]
     return {band: only_b.count(band) for band in ("reorder", "tolerance")}
+
+
+def _texts(arms: dict[str, Arm], tokenizer: Any) -> None:
+    """Text costs time: who leaves it out where it is timed would be faster. Errors: as `verify`."""
+    for name in sorted(arms):
+        for stream in (s for timed in arms[name].timed for s in timed.streams):
+            if wrong := text_fault(stream, tokenizer):
+                if name == "a":
+                    raise InfrastructureError(f"the incumbent's text is wrong: {wrong}")
+                raise CandidateFailed(RejectReason.TOKEN_ACCOUNTING, f"a timed stream's {wrong}")
 
 
 def _pair(
