@@ -6,6 +6,7 @@ bound to CPUs of its own: a neighbour on the same core would be noise. Not for: 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -162,16 +163,15 @@ def job(plan: Plan, seed: int, arm: str, cpus: frozenset[int] = frozenset()) -> 
 
 def spawn(job: Job) -> None:
     """Run the command to its end, its output in the log beside the run's folder. Raises AblationError."""
-
-    def bind() -> None:
-        if job.cpus:
-            os.sched_setaffinity(0, job.cpus)
-
-    with job.log.open("a", encoding="utf-8") as log:
-        done = subprocess.run(job.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, preexec_fn=bind, check=False)
-    if done.returncode != 0:
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with job.log.open("a", encoding="utf-8") as log, subprocess.Popen(job.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT) as child:
+        if job.cpus:  # everything that it starts later inherits them
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(child.pid, job.cpus)
+        code = child.wait()
+    if code != 0:
         last = job.log.read_text("utf-8").strip().splitlines()
-        raise AblationError(f"seed {job.seed}, {job.arm}: exit {done.returncode}: {last[-1] if last else 'no word'} ({job.log})")
+        raise AblationError(f"seed {job.seed}, {job.arm}: exit {code}: {last[-1] if last else 'no word'} ({job.log})")
 
 
 def shares(cpus: Sequence[int], jobs: int, each: int | None) -> list[frozenset[int]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -191,3 +193,13 @@ def test_the_command_line_refuses_before_it_runs_anything(tmp_path: Path, monkey
         assert isinstance(done.exception, AblationError), words
     assert "does not hold" in str(done.exception)  # the last one: accepted for the fake engine, asked of the real one
     assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_run_is_bound_to_its_cpus_and_one_that_fails_says_its_last_line(tmp_path: Path) -> None:
+    one = min(os.sched_getaffinity(0))
+    said = "import os, time; time.sleep(0.3); print(sorted(os.sched_getaffinity(0)))"
+    good = Job(1, WITH, tmp_path / "good", (sys.executable, "-c", said), frozenset({one}))
+    trials.spawn(good)
+    assert good.log.read_text().strip() == str([one])
+    with pytest.raises(AblationError, match=r"seed 1, with: exit 3: no such engine"):
+        trials.spawn(Job(1, WITH, tmp_path / "bad", (sys.executable, "-c", "print('no such engine'); raise SystemExit(3)")))
