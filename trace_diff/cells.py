@@ -92,10 +92,8 @@ def device_class(trace: Trace, seq: Sequence | None) -> str | None:
         return f"unknown accelerator ({', '.join(trace.unknown)})"
     if seq is not None and seq.device == "cpu":
         return "cpu"
-    properties = trace.meta.get("deviceProperties")
-    listed = properties if isinstance(properties, list) else []
-    names = {p["name"] for p in listed if isinstance(p, dict) and isinstance(p.get("name"), str) and p["name"]}
-    return sorted(names)[0].removesuffix(" VF") if names else None  # a virtual function is the same device
+    names = trace.device_names()
+    return names[0] if names else None
 
 
 def _tokens(steps: Seq[Step], phase: Phase) -> int | None:

@@ -152,3 +152,10 @@ def test_streams_and_devices_written_as_text_fall_back_to_the_track(tmp_path, st
     build.event("kernel", "gemm", 0, 5_000, pid=0, tid=7, args={"stream": stream, "device": device})
     trace = load(build.write(tmp_path / "t.json"))
     assert (trace.events.stream.tolist(), trace.events.device.tolist()) == ([7], [0])
+
+
+def test_ranks_of_different_devices_in_one_folder_are_named_as_perhaps_several_runs(tmp_path):
+    for rank, device in enumerate(("NVIDIA H200", "AMD Instinct MI300X")):
+        decode_steps(Build(rank, 2, deviceProperties=[{"id": 0, "name": device}])).write(tmp_path / f"rank{rank}.json")
+    notes = load_many(tmp_path).notes
+    assert any("AMD Instinct MI300X, NVIDIA H200" in n and "several runs" in n for n in notes)

@@ -89,6 +89,9 @@ def gather(traces: list[Trace], label: str) -> TraceSet:
     worlds = {t.world_size for t in traces if t.world_size}
     if len(worlds) > 1:
         notes.append(f"the files disagree about the world size: {sorted(worlds)}")
+    devices = {d for t in traces for d in t.device_names()}
+    if len(devices) > 1:
+        notes.append(f"the files disagree about the device, so they may be of several runs: {', '.join(sorted(devices))}")
     world = max(worlds, default=max(by_rank) + 1)
     missing = tuple(r for r in range(world) if r not in by_rank)
     if missing:

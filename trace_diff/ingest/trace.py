@@ -56,6 +56,12 @@ class Trace:
         """Name of event `i`."""
         return self.names[int(self.events.name[i])]
 
+    def device_names(self) -> list[str]:
+        """Names of the devices that the file lists (deviceProperties), sorted; a virtual function is the same device."""
+        listed = self.meta.get("deviceProperties")
+        rows = [p for p in listed if isinstance(p, dict)] if isinstance(listed, list) else []
+        return sorted({p["name"].removesuffix(" VF") for p in rows if isinstance(p.get("name"), str) and p["name"]})
+
     @property
     def strange_device(self) -> bool:
         """True where something launches work on a device whose rows this tool does not know."""
