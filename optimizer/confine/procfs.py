@@ -109,6 +109,16 @@ def runnable(pid: int) -> int:
     return found
 
 
+def wanting(pids: list[int], seconds: float = 0.4, looks: int = 20) -> float:
+    """Threads of these processes that want a core, on average over a moment. Not their CPU time: that depends on who else
+    uses the machine."""
+    seen = 0
+    for _ in range(looks):
+        time.sleep(seconds / looks)
+        seen += sum(map(runnable, pids))
+    return seen / looks
+
+
 def runs(pid: int, executable: str, but_not: str) -> bool:
     """True when `pid` runs this executable and no early argument ends in /`but_not`."""
     with contextlib.suppress(OSError):

@@ -1,4 +1,5 @@
-"""G05, G06: a fresh process in a clean room comes up, is what was asked for, and holds nothing that it should not.
+"""G05, G06, G19: a fresh process in a clean room comes up, is what was asked for, holds nothing that it should not, can
+serve what the engines before it could, and rests without work.
 
 Not for: how fast it starts (`startup.py`). Metadata is the server's own word: a contradiction rejects, agreement
 proves nothing.
@@ -10,11 +11,12 @@ from pathlib import PurePosixPath
 
 from optimizer.confine import sandbox
 from optimizer.gates import startup
-from optimizer.gates.context import Lab, failed, passed
+from optimizer.gates.context import IDLE, Lab, failed, idle_threads, parked, passed
 from optimizer.types import GateResult, RejectReason
 
 CAPACITY = ("max_model_len", "max_num_seqs", "num_kv_blocks", "max_num_batched_tokens")
 CAPACITY_SHARE = 0.95  # static buffers may cost a few cache pages: of the first engine's, over all patches of a run
+MORE_IDLE = 0.5  # threads beyond the incumbent's
 
 
 def check(lab: Lab) -> GateResult:
@@ -23,7 +25,6 @@ def check(lab: Lab) -> GateResult:
     server = lab.server(lab.setup())
     ctx = lab.ctx
     stated = server.metadata
-    lab.remember(ctx.candidate_commit, stated)
     for name, theirs in [(name, had.get(name)) for had in (before, first) for name in CAPACITY]:
         mine = stated.get(name)
         if type(theirs) is int and (type(mine) is not int or mine < CAPACITY_SHARE * theirs):
@@ -52,6 +53,11 @@ def check(lab: Lab) -> GateResult:
         detail = f"writes {strays[0]!r} where only its socket and traces belong ({len(strays)} in all)"
         return failed("boot", "G04", RejectReason.POLICY, detail)
     first_s = startup.first_answer(lab, lab.setup())
+    idle = idle_threads(server)
+    lab.remember(ctx.candidate_commit, stated | {IDLE: idle})
+    if idle > before.get(IDLE, 0.0) + MORE_IDLE:
+        detail = f"{idle:.1f} {IDLE}: the engine takes it from others on the machine"
+        return parked("boot", "G19", RejectReason.RESOURCES, detail)
     census = server.census()
     return passed(
         "boot", "G05 G06", start_s=server.start_s, first_answer_s=first_s, sandbox=server.level.name, **census

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from optimizer.confine import procfs
 from optimizer.confine.launch import Server, launch
 from optimizer.gates.model_math import vocabulary
 from optimizer.traffic.client import Request
@@ -20,6 +21,8 @@ from optimizer.traffic.prompts import PromptSource
 from optimizer.truth import weights
 from optimizer.truth.oracle import Oracle
 from optimizer.types import GateResult, LaunchSpec, Protocol, RejectReason, Stream, Target
+
+IDLE = "threads that want a core without any work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,12 @@ class Lab:
         return self.ctx.run_dir / "gates" / f"stated-{commit}.json"
 
     def incumbent_metadata(self) -> dict[str, Any]:
-        """What the incumbent says of itself: kept from when it was judged, or asked once by starting it."""
+        """What the incumbent says of itself: kept from when it was judged, or asked once by starting it. And what was
+        seen of it without work: IDLE."""
         path = self.stated(self.ctx.base_commit)
         if not path.is_file():
-            self.remember(self.ctx.base_commit, self.server(self.setup(arm="incumbent")).metadata)
+            server = self.server(self.setup(arm="incumbent"))
+            self.remember(self.ctx.base_commit, server.metadata | {IDLE: idle_threads(server)})
         return json.loads(path.read_text())
 
     def remember(self, commit: str, metadata: dict[str, Any]) -> None:
@@ -171,6 +176,16 @@ class Lab:
 
 
 SMALL_CACHE_PAGES = 48
+
+
+def idle_threads(server: Server) -> float:
+    """IDLE of an engine. Looked at again while it is high: work of the start may still go on."""
+    found = procfs.wanting(server.processes())
+    for _ in range(3):
+        if found < 0.3:
+            break
+        found = procfs.wanting(server.processes())
+    return found
 
 
 def ask(server: Server, requests: list[Request], seconds: float = 60.0) -> list[Stream]:
