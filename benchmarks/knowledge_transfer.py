@@ -102,9 +102,9 @@ def _entries(learned: Path) -> list[Entry]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--tp", type=int, default=1, help="of the run that teaches; the second engine has one rank")
+    parser.add_argument("--tp", type=int, default=2, help="of the run that teaches; the second engine has one rank")
     parser.add_argument("--attempts", type=int, default=4, help="budget of each run on the second engine")
-    parser.add_argument("--learn-attempts", type=int, default=6)
+    parser.add_argument("--learn-attempts", type=int, default=4)
     parser.add_argument("--budget-minutes", type=float, default=None, help="wall time of each run on the second engine")
     parser.add_argument("--protocol", choices=["quick", "full"], default="quick")
     parser.add_argument("--learned", type=Path, default=None, help="folder of a finished run on the bundled engine")
