@@ -1,6 +1,6 @@
 """Matrix products that could be one: q, k and v; gate and up.
 
-Signature: with a reference, an aligned group in which it runs fewer products; without one, products of a layer
+Signature: with a reference, an aligned group in which it runs fewer products; besides, products of a layer
 that read one input: they follow each other, have as many inputs and rows, and none can read what the one before
 it wrote (it has another size, or attention comes next). Whatever stands between them (norms of queries and keys, the
 activation of a gate) does not matter. Without recorded shapes: nothing but views between them. Saving per step <= with a reference, this group's
@@ -48,7 +48,10 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
     finder = Finder(context.trace, seq)
     sized = [finder.product(a.first) if a.role == PRODUCT else None for a in anchors]
     shaped = any(p is not None for p in sized)
-    runs = _against_references(context) or (_of_one_input(anchors, sized) if shaped else _adjacent(context))
+    runs = _against_references(context)
+    claimed = {i for run in runs for i in run.items}
+    own = _of_one_input(anchors, sized) if shaped else _adjacent(context)
+    runs = [*runs, *(run for run in own if not claimed & set(run.items))]
     if not runs and not shaped and not context.references:
         return CouldNotLook(("operator shapes (record_shapes=True), or a comparable reference",))
     if not runs:
