@@ -16,7 +16,7 @@ from optimizer.types import GateResult, RejectReason
 
 CAPACITY = ("max_model_len", "max_num_seqs", "num_kv_blocks", "max_num_batched_tokens")
 CAPACITY_SHARE = 0.95  # static buffers may cost a few cache pages: of the first engine's, over all patches of a run
-MORE_IDLE = 0.5  # threads beyond the incumbent's
+MORE_IDLE = 0.7  # threads beyond the incumbent's
 
 
 def check(lab: Lab) -> GateResult:

@@ -176,16 +176,18 @@ class Lab:
 
 
 SMALL_CACHE_PAGES = 48
+IDLE_LOOKS = 10
 
 
 def idle_threads(server: Server) -> float:
-    """IDLE of an engine. Looked at again while it is high: work of the start may still go on."""
-    found = procfs.wanting(server.processes())
-    for _ in range(3):
-        if found < 0.3:
+    """IDLE of an engine: the least of several looks. On a busy machine what little an engine does waits for its core, and
+    work of the start may still go on; whoever waits by asking for ever wants a core at every look."""
+    least = procfs.wanting(server.processes())
+    for _ in range(IDLE_LOOKS):
+        if least < 0.3:
             break
-        found = procfs.wanting(server.processes())
-    return found
+        least = min(least, procfs.wanting(server.processes()))
+    return least
 
 
 def ask(server: Server, requests: list[Request], seconds: float = 60.0) -> list[Stream]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from optimizer import gates
-from optimizer.gates import logprobs, resources, sampling, shapes, witness
+from optimizer.gates import context, logprobs, resources, sampling, shapes, witness
 from optimizer.gates.context import failed
 from optimizer.types import RejectReason, Stream
 
@@ -119,3 +119,11 @@ def test_connections_that_close_late_are_no_leak_and_open_ones_are(monkeypatch):
     leaking: Any = Slow([70])
     assert resources.settled(late, before)["fds"] == 11
     assert not resources._flat("leak", [before, resources.settled(leaking, before)], 1 << 20).passed
+
+
+@pytest.mark.parametrize(("looks", "idle"), [([0.0], 0.0), ([1.0, 0.6, 0.1], 0.1), ([1.0] * 30, 1.0)])
+def test_an_engine_that_still_has_something_to_do_is_looked_at_again(monkeypatch, looks, idle):
+    left = list(looks)
+    monkeypatch.setattr(context.procfs, "wanting", lambda pids: left.pop(0))
+    engine: Any = SimpleNamespace(processes=lambda: [])
+    assert context.idle_threads(engine) == idle
