@@ -11,6 +11,7 @@ from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason
 
 FACTOR = 1.5
+AGAIN = 2  # more launches of a candidate that seems too slow
 ALLOWANCE_S = {"cpu": 2.0, "cuda": 20.0}
 
 
@@ -23,26 +24,33 @@ def check(lab: Lab) -> GateResult:
     first = lab.notes.get("first_answer_s")
     server = lab.server(setup)
     reference_first = first_answer(lab, setup)
-    allowance = ALLOWANCE_S[lab.ctx.candidate.device]
+    theirs = server.start_s, reference_first
+    mine = before, first
+    for _ in range(AGAIN):
+        if not _over(lab, mine, theirs):
+            break
+        lab.close()  # other work on the machine slows a launch: only what stays slow is the engine's
+        fresh = lab.setup(weights="perturbed")
+        again = lab.server(fresh).start_s, first_answer(lab, fresh)
+        mine = tuple(None if a is None else min(a, b) for a, b in zip(mine, again, strict=True))
     facts = {
-        "start_s": before,
-        "incumbent_start_s": server.start_s,
-        "first_s": first,
-        "incumbent_first_s": reference_first,
+        "start_s": mine[0],
+        "incumbent_start_s": theirs[0],
+        "first_s": mine[1],
+        "incumbent_first_s": theirs[1],
     }
-    for what, mine, theirs in (
-        ("start-up", before, server.start_s),
-        ("the first answer", first, reference_first),
-    ):
-        if mine is not None and mine > FACTOR * theirs + allowance:
-            return failed(
-                "startup",
-                "G21",
-                RejectReason.START_UP,
-                f"{what} takes {mine:.1f} s, the incumbent's {theirs:.1f} s",
-                **facts,
-            )
+    if wrong := _over(lab, mine, theirs):
+        return failed("startup", "G21", RejectReason.START_UP, wrong, **facts)
     return passed("startup", "G21", **facts)
+
+
+def _over(lab: Lab, mine: tuple[float | None, ...], theirs: tuple[float, ...]) -> str | None:
+    """What takes longer than the incumbent's and its allowance, or None."""
+    allowance = ALLOWANCE_S[lab.ctx.candidate.device]
+    for what, a, b in zip(("start-up", "the first answer"), mine, theirs, strict=True):
+        if a is not None and a > FACTOR * b + allowance:
+            return f"{what} takes {a:.1f} s, the incumbent's {b:.1f} s"
+    return None
 
 
 def first_answer(lab: Lab, setup) -> float:
