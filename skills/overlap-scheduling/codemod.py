@@ -10,23 +10,7 @@ import codemod_tools as t
 import gpu_tools as gpu
 import libcst as cst
 
-AHEAD = '''"""Greedy decode steps, one ahead: the next step's graph is launched before the present step's tokens are read.
-
-Tokens go from step to step on the device; their copy to the host waits for its own step alone. A step launched ahead is
-used when the next plan is the expected one, else forgotten: what it wrote are keys and values of a position that
-whoever gets it writes again before reading it. Not for: sampling, log-probabilities, prompts, several ranks.
-"""
-
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-
-from engine import sampler
-from engine.request import GenerationItem, Sequence, StepPlan
-
+AHEAD = '''
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
@@ -37,6 +21,13 @@ class _Launched:
 
 
 class RunAhead:
+    """Greedy decode steps, one ahead: the next step's graph is launched before the present step's tokens are read.
+
+    Tokens go from step to step on the device; their copy to the host waits for its own step alone. A step launched ahead
+    is used when the next plan is the expected one, else forgotten: what it wrote are keys and values of a position that
+    whoever gets it writes again before reading it. Not for: sampling, log-probabilities, prompts, several ranks.
+    """
+
     Event: Any = torch.cuda.Event
 
     def __init__(self, runner: Any) -> None:
@@ -92,6 +83,9 @@ def _places(items: list[GenerationItem]) -> list[tuple[int, int, int]]:
 '''
 # What changes in the graphs: two host buffers in turn, greedy tokens inside the graph, a launch without reading.
 GRAPHS = (
+    ("from dataclasses import replace\n", "from dataclasses import dataclass, replace\n"),
+    ("from engine.attention import AttentionMetadata\n", "from engine import sampler\nfrom engine.attention import AttentionMetadata\n"),
+    ("from engine.request import GenerationItem, StepPlan\n", "from engine.request import GenerationItem, Sequence, StepPlan\n"),
     (
         '''        self.host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
 ''',
@@ -178,27 +172,43 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
     if isinstance(place, str):
         return {"declined": place}
     function, graphs = place
+    file = function.file
     changed = sources[graphs]
-    for old, new in GRAPHS:
+    for old, new in ((gpu.local_names(a, file, sources), gpu.local_names(b, file, sources)) for a, b in GRAPHS):
         if changed.count(old) != 1:
             return {"declined": f"{graphs} is not as cuda-graph-capture wrote it: {old.strip().splitlines()[0][:60]!r}"}
         changed = changed.replace(old, new)
-    file = function.file
-    ahead = gpu.new_file(sources, file, "run_ahead")
-    if ahead in sources:
-        return {"declined": f"{ahead} is there already"}
     return {
-        "sources": {graphs: changed, ahead: gpu.local_names(AHEAD, file, sources), file: _runner(sources[file], function)},
+        "sources": {graphs: changed.rstrip() + "\n" + AHEAD, file: _runner(sources[file], function)} | _pages(sources),
         "mechanism": "overlap-scheduling",
         "title": "Launch the next greedy step before the tokens of this one are read",
         "predicted_us": finding.get("bound_us"),
         "invariants": [
             "a step launched ahead is used only for the plan that was expected",
             "a sequence that ended computes one step too many, whose token is never sent",
+            "a page is given a step early only where every running sequence could still get one",
         ],
         "params": {},
         "activation": {"appear": [{"row": "cudaEventSynchronize", "phase": "decode", "ranks": "all"}], "vanish": []},
     }
+
+
+def _pages(sources: dict[str, str]) -> dict[str, str]:
+    """The scheduler, giving each running sequence its next page a step early; nothing where it is not recognised."""
+    for file, tree in t.parse_all(sources, "_grow_running()").items():
+        for function in t.functions({file: tree}):
+            body = list(function.statements())
+            grown = next((p[0] for s in body if (p := t.assigned(s)) and t.code(p[1]) == "self._grow_running()"), None)
+            plan = next((s for s in body if (p := t.assigned(s)) and t.code(p[1]).startswith("StepPlan(")), None)
+            if grown is None or plan is None or "self.running.extend(" not in t.code(function.node):
+                continue
+            lines = (
+                f"for sequence in {grown}:  # the next step's page, so that it can be launched ahead\n"
+                "    if self.blocks.num_free > len(self.running):\n"
+                "        self.blocks.grow(sequence.block_table, len(sequence) + 1)\n"
+            )
+            return {file: t.replace(tree, t.before(plan, lines)).code}
+    return {}
 
 
 def _place(sources: dict[str, str]) -> tuple[t.Function, str] | str:
@@ -233,4 +243,6 @@ def _runner(text: str, found: t.Function) -> str:
     line = "self.ahead = RunAhead(self) if self.graphs is not None and self.tp.size == 1 else None\n"
     new: dict[cst.CSTNode, object] = {**t.before(first, ask), init: lambda updated: [updated, *t.statements(line)]}
     folder = found.file.rpartition("/")[0].replace("/", ".")
-    return t.add_import(t.replace(tree, new), f"from {folder}.run_ahead import RunAhead" if folder else "from run_ahead import RunAhead").code
+    there = f"{folder}.decode_graphs" if folder else "decode_graphs"
+    changed = t.replace(tree, new).code
+    return changed.replace(f"from {there} import DecodeGraphs\n", f"from {there} import DecodeGraphs, RunAhead\n", 1)

@@ -110,9 +110,7 @@ if sys.argv[3] == "graphs":
 
     runner.graphs = Computing(runner)
 if sys.argv[4:] == ["ahead"]:
-    from engine import run_ahead
-
-    class Ahead(run_ahead.RunAhead):
+    class Ahead(decode_graphs.RunAhead):
         class Event:  # a CPU has computed when it returns
             def record(self): pass
             def synchronize(self): pass
@@ -168,3 +166,44 @@ def test_steps_launched_ahead_give_the_same_tokens_and_stop_where_a_page_is_miss
 
 def test_only_an_engine_with_graphs_is_run_ahead(engine_sources, answer) -> None:
     assert "cuda-graph-capture goes first" in str(answer("overlap-scheduling", engine_sources))
+
+
+SCHEDULE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from engine.config import Limits
+from engine.kv_cache import BlockManager
+from engine.request import SamplingParams, Sequence
+from engine.scheduler import Scheduler
+scheduler = Scheduler(Limits(**LIMITS), BlockManager(int(sys.argv[2]), 4))
+waiting = [Sequence(i, [1] * n, SamplingParams(max_tokens=20)) for i, n in enumerate((3, 8, 5))]
+for sequence in waiting:
+    scheduler.add(sequence)
+ahead = steps = 0
+while scheduler.has_work:
+    plan, sequences = scheduler.schedule()
+    steps += 1
+    ahead += sum(item.position + 1 < 4 * len(item.block_table) for item in plan.generation)
+    for sequence in sequences:
+        sequence.output_ids.append(7)
+        if len(sequence.output_ids) == 20:
+            scheduler.finish(sequence, "length")
+print(steps, ahead, scheduler.preemptions, scheduler.blocks.num_free, [len(s.output_ids) for s in waiting])
+"""
+
+
+@pytest.mark.parametrize("pages,preempts", [(60, False), (12, True)])
+def test_a_page_given_early_takes_none_from_who_needs_it(engine_sources, act, tmp_path, pages, preempts) -> None:
+    limits = "dict(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64)"
+    seen = {}
+    for name, sources in (("plain", engine_sources), ("ahead", act(engine_sources, "cuda-graph-capture", "overlap-scheduling"))):
+        for file, text in sources.items():
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(text)
+        command = [sys.executable, "-c", SCHEDULE.replace("LIMITS", limits), str(tmp_path / name), str(pages)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        seen[name] = ast.literal_eval(f"({', '.join(done.stdout.split(maxsplit=4))})")
+    plain, ahead = seen["plain"], seen["ahead"]
+    assert plain[2:] == ahead[2:] and ahead[3] == pages and ahead[4] == [20, 20, 20]
+    assert (plain[2] > 0) is preempts and plain[0] == ahead[0]
+    assert ahead[1] > plain[1]
