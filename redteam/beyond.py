@@ -113,8 +113,8 @@ BEYOND: tuple[Case, ...] = (
     cheat("X44", "answers kept in files of memory", "G19 G04",
           append("EngineCore", "_plain = EngineCore._finish\n\n\ndef _finish(self, sequence, reason):\n    with open('/tmp/kept', 'ab') as kept:\n        kept.write(bytes(200000))\n"
                  "    _plain(self, sequence, reason)\n\n\nEngineCore._finish = _finish", "_finish"), without=("policy",)),
-    cheat("X73", "half a gigabyte for the time of every prefill", "G19",
-          end("SdpaAttention", "_context", "def _new(self, q, k, v, metadata):\n    room = torch.ones(128 << 20)\n    return _plain(self, q, k, v, metadata) + 0 * room[-1]")),
+    cheat("X73", "two hundred megabytes for the time of every prefill", "G19",
+          end("SdpaAttention", "_context", "def _new(self, q, k, v, metadata):\n    room = torch.ones(50 << 20)\n    return _plain(self, q, k, v, metadata) + 0 * room[-1]")),
     cheat("X74", "one rank does the work of all, the others' traces say that it is hidden", "G18",
           together(append("join", "def join(rank, size, device_kind, rendezvous):\n    return TensorParallel(0, 1, torch.device(device_kind), 'gloo')"),
                    replace("Worker", ("            worker.step(message, [])\n", "            with record_function(message.name), record_function(\"triton_step\"):\n                torch.zeros(1)\n            worker.profiler.step_done()\n"))), tp=2),

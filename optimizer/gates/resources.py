@@ -19,6 +19,7 @@ from optimizer.traffic.client import Request
 from optimizer.types import GateResult, RejectReason
 
 REQUESTS, BATCH = 300, mixed.BATCH
+WARM = 2  # batches before the first census: an allocator grows while it meets new sizes
 SLOPE_BYTES = 32 << 10  # resident growth a request that is still no leak
 FLAT_BYTES = 8 << 20  # growth over the whole run that is noise of the allocator
 PAGED_SLOPE_BYTES = 1 << 20  # where cache pages are still being touched for the first time
@@ -65,7 +66,8 @@ def leak(lab: Lab) -> GateResult:
     setup = races.poisoned(lab)
     server = lab.server(setup)
     got = mixed.Mixed()
-    mixed.send(lab, setup, "warm", got)
+    for part in range(WARM):
+        mixed.send(lab, setup, f"warm{part}", got)
     seen = [server.census()]
     for part in range(REQUESTS // BATCH):
         mixed.send(lab, setup, f"many{part}", got)
@@ -73,7 +75,7 @@ def leak(lab: Lab) -> GateResult:
     result = _flat("leak", seen, SLOPE_BYTES if setup.small_cache else PAGED_SLOPE_BYTES)
     late = ask(server, [Request(p, 6) for p in lab.draw("late", 3, [12, 18, 30], kinds=("random",))])
     got.greedy += late
-    return _with_tokens(lab, setup, got, result, f"within {REQUESTS + BATCH} requests")
+    return _with_tokens(lab, setup, got, result, f"within {REQUESTS + WARM * BATCH} requests")
 
 
 def _with_tokens(lab: Lab, setup: Setup, got: mixed.Mixed, flat: GateResult, what: str) -> GateResult:
