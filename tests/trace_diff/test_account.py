@@ -380,3 +380,15 @@ def test_t41_the_queue_is_launches_not_finished_and_never_negative(tmp_path):
     trace = load(build.write(tmp_path / "t.json"))
     assert queue(trace, steps(trace)[0]) == (4, (1 + 2 + 3 + 4 + 0) / 5)
     assert queue(trace, replace(steps(trace)[0], rows=np.zeros(0, np.int64))) is None
+
+
+def test_the_queue_orders_a_trace_once_not_once_a_step(tmp_path, monkeypatch):
+    trace = _trace(tmp_path, decode_steps(Build(), 4))
+    first = queue(trace, steps(trace)[0])
+
+    def again(*_: object) -> None:
+        raise AssertionError("sorted again")
+
+    monkeypatch.setattr(np, "sort", again)
+    monkeypatch.setattr(np, "unique", again)
+    assert next(queue(trace, step) for step in steps(trace)) == first
