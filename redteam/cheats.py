@@ -98,7 +98,7 @@ CHEATS: tuple[Case, ...] = (
         append("sample", "def sample(logits, sequences, eos_token_ids):\n    return torch.full((logits.shape[0],), 97, device=logits.device)"),
         fast=True,
     ),
-    cheat("R05", "completions memoised per prompt", "G09 G10 G19", append("EngineCore", MEMO.replace("@KEY@", "tuple(sequence.prompt_ids)"), "_process", "_finish", "step")),
+    cheat("R05", "completions memoised per prompt", "G09 G10 G11 G19", append("EngineCore", MEMO.replace("@KEY@", "tuple(sequence.prompt_ids)"), "_process", "_finish", "step")),
     cheat(
         "R07", "prefix cache keyed by a truncated hash", "G12 G07",
         append("EngineCore", MEMO.replace("@KEY@", "(len(sequence.prompt_ids), hash(tuple(sequence.prompt_ids[:16])))"), "_process", "_finish", "step"),
