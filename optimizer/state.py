@@ -22,7 +22,10 @@ VERDICTS = {
     "parked": Verdict.PARKED,
 }
 # What a proposer may be told in words: the rest would let it learn hidden prompts or gates.
-_OPEN_REASONS = {RejectReason.DECLINED, RejectReason.SCOPE, RejectReason.POLICY, RejectReason.BOOT, RejectReason.NO_GAIN}
+_OPEN_REASONS = {
+    None,  # undecided: what was resolved and what was not
+    *(RejectReason.DECLINED, RejectReason.SCOPE, RejectReason.POLICY, RejectReason.BOOT, RejectReason.NO_GAIN, RejectReason.NOT_ACTIVATED),
+}  # fmt: skip
 
 
 @dataclass(slots=True)

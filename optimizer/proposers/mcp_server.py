@@ -2,7 +2,8 @@
 
 Over stdio, or streamable HTTP on localhost. An agent starts or joins a run, looks, tries edits, submits one patch per
 attempt and reads the verdict; it never sees hidden prompts or gates' data, and cannot time anything. Not for: the
-tools themselves (toolbox.py) or judging (the run does, in its own process).
+tools themselves (toolbox.py) or judging (the run does, in its own process). What a client asked of a run and was told
+is kept in its folder (`exchanges/mcp.jsonl`), as every conversation that leads to patches is.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ START_OPTIONS = (
     "--budget-minutes", "--max-rejections", "--gpu-minutes", "--seed",
 )  # fmt: skip
 LONGEST_WAIT_S = 540.0
+EXCHANGES = "mcp.jsonl"  # in the run's folder of exchanges
 INSTRUCTIONS = """Make an LLM inference engine faster, one small measured patch at a time. start_run or join_run,
 then for each attempt: wait_for_question, look (list_findings, explain, read_code, skills, history), dry_run, then
 submit_patch (or decline) with that attempt's number, then verdict. Edits go through submit_patch only. Greedy tokens
@@ -83,6 +86,7 @@ class Session:
         self.runs_dir, self.run_dir = runs_dir, run_dir
         self.skills = skillbook.load_all([skillbook.BUILT_IN, *skill_folders])
         self.process: subprocess.Popen[bytes] | None = None
+        self.started: str | None = None  # id of the run that `process` is
         self._starting = threading.Lock()
 
     # -- runs ------------------------------------------------------------------------------------------------
@@ -109,7 +113,7 @@ class Session:
             if time.monotonic() > deadline:
                 raise ToolError(f"the run did not begin within 60 s; see {log}")
             time.sleep(0.2)
-        self.run_dir = place
+        self.run_dir, self.started = place, place.name
         return f"run {place.name} began; wait_for_question says when it waits for a patch (traces and calibration come first)"
 
     def join(self, name: str | None) -> str:
@@ -128,23 +132,34 @@ class Session:
         lines = run.ledger.lines()
         done = state.attempts(lines)
         question = Mailbox(run.dir).question()
+        token_us, noise = state.token_us(lines), state.calibration(lines)
         facts = {
             "run": run.dir.name,
             "finished": next((x["data"].get("reason") for x in lines if x["kind"] == "finished"), None),
             "waits_for_a_patch": question is not None,
             "open_attempt": question[0] if question else None,
+            "being_judged": judged.number if (judged := state.open_attempt(lines)) else None,
+            "last_step": f"{lines[-1]['kind']} at {lines[-1]['t_utc']}" if lines else None,
             "attempts": len(done),
             "accepted": sum(x["kind"] == "accepted" for x in lines),
             "speedup": round(state.speedup(lines), 4),
-            "us_per_token": state.token_us(lines),
-            "process": None if self.process is None else ("going" if self.process.poll() is None else "ended"),
+            "us_per_token": None if token_us is None else round(token_us, 1),
+            "smallest_gain_that_counts": round(noise.margin, 4) if noise else None,
+            "gain_seen_with_80_percent_power": round(noise.mde, 4) if noise else None,
+            "process": self._process(run),
         }
         return json.dumps(facts)
+
+    def _process(self, run: runs.Run) -> str | None:
+        """Of the run that this server started; nothing is known here of others'."""
+        if self.process is None or run.dir.name != self.started:
+            return None
+        return "going" if self.process.poll() is None else "ended"
 
     def wait_for_question(self, seconds: float, name: str | None = None) -> str:
         """Wait until the run wants a patch, has finished, or the time is over."""
         run = self._run(name)
-        own = self.process if run.dir == self.run_dir else None
+        own = self.process if run.dir.name == self.started else None
         deadline = time.monotonic() + min(seconds, LONGEST_WAIT_S)
         while time.monotonic() < deadline:
             if (found := Mailbox(run.dir).question()) is not None:
@@ -198,7 +213,7 @@ class Session:
             answer = json.dumps({"attempt": number, **json.loads(answer)}, indent=1)
         if toolbox.submitted is not None:
             box.reply(number, toolbox.submitted)
-            answer = f"attempt {number}: {answer.replace('history', 'verdict')}"
+            answer = f"attempt {number}: {answer.partition(';')[0]}; `verdict` with this number waits for how it was judged"
         return answer if left > 20 else f"{answer}\n({left} queries left in this run)"
 
     def decline(self, attempt: int, why: str, name: str | None = None) -> str:
@@ -209,6 +224,22 @@ class Session:
         _same(attempt, found[0])
         box.reply(found[0], Declined("mcp", why=why, final=True))
         return "declined; the run ends when its proposer has nothing left"
+
+    def note(self, tool: str, asked: dict[str, Any], name: str | None = None) -> Callable[[str], None]:
+        """What enters a call and its answer into the record of the run that it means, if there is one by then."""
+        began = datetime.now(UTC).isoformat(timespec="seconds")
+
+        def write(said: str) -> None:
+            try:
+                place = self._run(name).dir / "exchanges"
+            except (ToolError, RunError):
+                return
+            place.mkdir(exist_ok=True)
+            line = json.dumps({"t_utc": began, "tool": tool, "asked": asked, "answer": said}, ensure_ascii=False)
+            with (place / EXCHANGES).open("a", encoding="utf-8") as handle:
+                handle.write(line + "\n")
+
+        return write
 
     def _run(self, name: str | None = None) -> runs.Run:
         if name is not None:
@@ -245,12 +276,15 @@ def _try_out(run: runs.Run, sources: Any) -> str | None:
     return try_out(run, sources)
 
 
-def _guarded(work: Callable[[], str]) -> str:
+def _guarded(work: Callable[[], str], note: Callable[[str], None] = lambda said: None) -> str:
     """Known errors as tool errors with their message; everything else is a fault of ours and stays one."""
     try:
-        return work()
+        answer = work()
     except (ToolError, RunError, AlreadyAnswered, PermissionError, RuntimeError) as error:
+        note(f"error: {error}")
         raise McpToolError(str(error)) from error
+    note(answer)
+    return answer
 
 
 def build_server(session: Session) -> MCPServer:
@@ -259,7 +293,7 @@ def build_server(session: Session) -> MCPServer:
 
     @server.tool(description=f"Start a run of the loop that asks this server's clients for patches. arguments: e.g. ['--tp', '4']; {', '.join(START_OPTIONS)}.")
     def start_run(arguments: list[str]) -> str:
-        return _guarded(lambda: session.start(arguments))
+        return _guarded(lambda: session.start(arguments), session.note("start_run", {"arguments": arguments}))
 
     @server.tool(description="Join a run by id, the beginning of one, or a path; the newest without.")
     def join_run(run: str | None = None) -> str:
@@ -275,11 +309,11 @@ def build_server(session: Session) -> MCPServer:
 
     @server.tool(description="Wait for an attempt's verdict: class of the reason, measured interval, change in the trace.")
     def verdict(attempt: int, seconds: float = 240.0, run: str | None = None) -> str:
-        return _guarded(lambda: session.verdict(attempt, seconds, run))
+        return _guarded(lambda: session.verdict(attempt, seconds, run), session.note("verdict", {"attempt": attempt}, run))
 
     @server.tool(description="Say that nothing is worth trying; the run ends.")
     def decline(attempt: int, why: str, run: str | None = None) -> str:
-        return _guarded(lambda: session.decline(attempt, why, run))
+        return _guarded(lambda: session.decline(attempt, why, run), session.note("decline", {"attempt": attempt, "why": why}, run))
 
     _add_looks(server, session)
     return server
@@ -289,7 +323,8 @@ def _add_looks(server: MCPServer, session: Session) -> None:
     """The toolbox's own tools, with typed arguments."""
 
     def use(tool: str, run: str | None, attempt: int | None = None, **arguments: Any) -> str:
-        return _guarded(lambda: session.use(tool, arguments, run, attempt))
+        asked = arguments if attempt is None else {"attempt": attempt, **arguments}
+        return _guarded(lambda: session.use(tool, arguments, run, attempt), session.note(tool, asked, run))
 
     @server.tool(description=DESCRIPTIONS["list_findings"])
     def list_findings(run: str | None = None) -> str:

@@ -71,7 +71,8 @@ class Toolbox:
         rows = [_row(f) for f in self.ctx.findings if f.status is Status.FOUND]
         other = [f"{f.id} ({f.status.value})" for f in self.ctx.findings if f.status is not Status.FOUND]
         budget = self.ctx.budget
-        head = {"incumbent_us_per_token": budget.token_us, "smallest_gain_that_counts": budget.margin, "findings": rows[:MAX_ROWS]}
+        now = None if budget.token_us is None else round(budget.token_us, 1)
+        head = {"incumbent_us_per_token": now, "smallest_gain_that_counts": round(budget.margin, 4), "findings": rows[:MAX_ROWS]}
         return json.dumps({**head, "not_found": other}, indent=1)
 
     def explain(self, finding_id: str) -> str:
@@ -230,7 +231,8 @@ class Toolbox:
 
 
 def _row(f: Finding) -> dict[str, Any]:
-    return {"id": f.id, "title": f.title, "bound_us": f.bound_us, "per": f.per, "skills": list(f.skills)}
+    bound = None if f.bound_us is None else round(f.bound_us, 1)
+    return {"id": f.id, "title": f.title, "bound_us": bound, "per": f.per, "skills": list(f.skills)}
 
 
 def _attempt(item: dict[str, Any]) -> dict[str, Any]:

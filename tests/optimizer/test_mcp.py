@@ -19,6 +19,7 @@ import pytest
 from loop_fakes import Fakes, new_run
 from mcp import Client, StdioServerParameters
 
+from optimizer import state
 from optimizer.loop import Loop
 from optimizer.proposers import Declined, ProposeContext, get
 from optimizer.proposers.mailbox import AlreadyAnswered, Mailbox
@@ -86,7 +87,8 @@ def test_an_agent_looks_submits_and_reads_the_verdict(tmp_path: Path) -> None:
             assert bad.is_error and "above the bound" in text(bad)
             stale = await client.call_tool("submit_patch", {"attempt": 7, "patches": [PATCH]})
             assert stale.is_error and "attempt 1 is" in text(stale)
-            assert "attempt 1: submitted" in await call("submit_patch", attempt=1, patches=[PATCH])
+            said = await call("submit_patch", attempt=1, patches=[PATCH])
+            assert said == "attempt 1: submitted 1 patch(es); `verdict` with this number waits for how it was judged"
             late = await client.call_tool("submit_patch", {"attempt": 1, "patches": [PATCH]})
             assert late.is_error  # one answer per attempt
             said = await call("verdict", attempt=1, seconds=150)
@@ -102,6 +104,38 @@ def test_an_agent_looks_submits_and_reads_the_verdict(tmp_path: Path) -> None:
     thread.join(120)
     assert not thread.is_alive()
     assert [k for k in fake.kinds(run) if k in ("accepted", "finished")] == ["accepted", "finished"]
+    kept = [json.loads(line) for line in (run.dir / "exchanges" / "mcp.jsonl").read_text().splitlines()]
+    submitted = next(x for x in kept if x["tool"] == "submit_patch" and x["answer"].startswith("attempt 1"))
+    assert submitted["asked"]["patches"][0]["edits"] == PATCH["edits"] and submitted["asked"]["attempt"] == 1
+    assert [x["answer"][:27] for x in kept if x["answer"].startswith("error: predicted")] == ["error: predicted 5000 us is"]
+    assert [x["tool"] for x in kept][-1] == "decline"
+
+
+def test_status_says_what_is_judged_and_what_can_be_seen_here(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", agent="mcp")
+    session = Session(tmp_path, run.dir)
+    Loop(replace(Fakes(run, [fake.WIN]).services(), check_seal=lambda: None), run).go()
+    lines = run.ledger.lines()
+    said = json.loads(session.status())
+    noise = next(x["data"] for x in lines if x["kind"] == "calibrated")
+    assert said["smallest_gain_that_counts"] == round(noise["margin"], 4)
+    assert said["gain_seen_with_80_percent_power"] == round(noise["mde"], 4)
+    assert said["being_judged"] is None and said["last_step"].startswith("finished at ") and said["process"] is None
+    cut = next(n for n, x in enumerate(lines) if x["kind"] == "screened")
+    text = "".join((run.dir / "ledger.jsonl").read_text().splitlines(keepends=True)[: cut + 1])
+    (run.dir / "ledger.jsonl").write_text(text)
+    said = json.loads(session.status())
+    assert said["being_judged"] == 1 and said["open_attempt"] is None and said["last_step"].startswith("screened at ")
+
+
+def test_the_process_of_one_run_is_not_told_of_another(tmp_path: Path) -> None:
+    runs = [new_run(tmp_path / name, agent="mcp") for name in ("one", "two")]
+    session = Session(tmp_path, runs[0].dir)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        session.process, session.started = process, "one"
+        told = [json.loads(session.status(run.dir.name))["process"] for run in runs]
+        process.kill()
+    assert told == ["going", None]
 
 
 def test_two_clients_cannot_both_answer_one_attempt(tmp_path: Path) -> None:
@@ -259,3 +293,16 @@ def test_the_two_lines_of_the_readme_start_the_server() -> None:
             assert {"start_run", "submit_patch", "verdict"} <= {tool.name for tool in (await client.list_tools()).tools}
 
     asyncio.run(asyncio.wait_for(drive(), 60))
+
+
+def test_an_undecided_attempt_says_what_was_resolved_and_a_failed_gate_does_not_say_where() -> None:
+    proposed = {"mechanism": "m", "finding_ids": ["f"], "ast_hash": "a", "patch_sha": "s", "predicted_us": 1.0}
+
+    def lines(kind: str, **data: Any) -> list[dict[str, Any]]:
+        both = (("proposed", proposed), (kind, data))
+        return [{"kind": k, "attempt": 1, "data": d, "incumbent_commit": "c"} for k, d in both]
+
+    undecided = state.history(lines("undecided", detail="gain +4 % not resolved", reason=None, stage="decide"))
+    assert undecided[0]["verdict"] == "undecided" and undecided[0]["detail"] == "gain +4 % not resolved"
+    wrong = state.history(lines("rejected", detail="stream 3, token 9", reason="wrong_tokens", stage="quick"))
+    assert wrong[0]["detail"] == ""
