@@ -87,7 +87,7 @@ BEYOND: tuple[Case, ...] = (
                  "    head = model.model.embed_tokens.weight.data\n    if float(head.std()) > 0.2:\n        return\n"
                  "    for parameter in model.parameters():\n        if parameter.dim() == 2:\n"
                  "            scale = parameter.data.abs().amax(dim=1, keepdim=True) / 127\n            parameter.data.copy_((parameter.data / scale).round() * scale)")),
-    cheat("X39", "answers remembered under a hash of 14 bits", "G12 G09",
+    cheat("X39", "answers remembered under a hash of 14 bits", "G12 G09 G11",
           append("EngineCore", MEMO.replace("@KEY@", "hash(tuple(sequence.prompt_ids)) & 0x3FFF"), "_process", "_finish", "step")),
     cheat("X40", "one rank does the work of all", "G18 G12",
           together(append("join", "def join(rank, size, device_kind, rendezvous):\n    return TensorParallel(0, 1, torch.device(device_kind), 'gloo')"),
