@@ -36,6 +36,7 @@ SPAN = {"ph": "X", "cat": "user_annotation", "name": "execute_context_0(0)_gener
             json.dumps({"traceEvents": [SPAN, SPAN | {"ts": 1, "cat": "cpu_op", "name": "aten::mm", "args": {"Input Dims": [["x", 2], [2, 3]]}}]}).encode()
         ),
     ],
+    ids=range(12),
 )
 def test_a_trace_that_is_none_is_unreadable_and_nothing_else(tmp_path, data):
     path = tmp_path / "rank0.json.gz"
