@@ -22,7 +22,7 @@ REQUESTS, BATCH = 300, mixed.BATCH
 WARM = 2  # batches before the first census: an allocator grows while it meets new sizes
 SLOPE_BYTES = 32 << 10  # resident growth a request that is still no leak
 FLAT_BYTES = 8 << 20  # growth over the whole run that is noise of the allocator
-PAGED_SLOPE_BYTES = 1 << 20  # where cache pages are still being touched for the first time
+PAGED_SLOPE_BYTES = 1 << 20  # of each rank, where cache pages are still being touched for the first time
 GROWTH = {"fds": 8, "threads": 4, "processes": 0, "stored_bytes": FLAT_BYTES}
 MORE_THREADS = 4
 SETTLE_S = 3.0
@@ -40,7 +40,7 @@ def ranks(lab: Lab) -> GateResult:
         mixed.send(lab, setup, f"ranks{part}", got, long=part == 0)
         seen.append(settled(server, seen[0]))
     lab.notes["census"] = seen[-1]
-    result = _flat("resources", seen, PAGED_SLOPE_BYTES)
+    result = _flat("resources", seen, PAGED_SLOPE_BYTES * setup.tp)
     if result.passed and (idle := _idle_rank(lab, setup, worked, _work(server))):
         return parked("resources", "G18", RejectReason.WITNESS, idle, **result.facts)
     return _with_tokens(lab, setup, got, result, f"at TP {setup.tp}")
