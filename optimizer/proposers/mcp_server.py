@@ -40,6 +40,7 @@ START_OPTIONS = (
     "--budget-minutes", "--max-rejections", "--gpu-minutes", "--seed",
 )  # fmt: skip
 LONGEST_WAIT_S = 540.0
+REPORT_S = 30.0  # a run that has finished is given so long to end its process
 EXCHANGES = "mcp.jsonl"  # in the run's folder of exchanges
 INSTRUCTIONS = """Make an LLM inference engine faster, one small measured patch at a time. start_run or join_run,
 then for each attempt: wait_for_question, look (list_findings, explain, read_code, skills, history), dry_run, then
@@ -95,9 +96,21 @@ class Session:
         """Start `optimize --agent mcp ...` as a process of its own and join it. Arguments: START_OPTIONS only."""
         checked = start_arguments(arguments)
         with self._starting:
-            if self.process is not None and self.process.poll() is None:
-                raise ToolError("this server's run is still going; join_run another, or wait")
+            if self._going():
+                raise ToolError(f"this server's run {self.started} is still going; join_run another, or wait")
             return self._start(checked)
+
+    def _going(self) -> bool:
+        """Whether the run that was started here works on; one that has finished only writes its report: waited for."""
+        if self.process is None or self.process.poll() is not None:
+            return False
+        if self.started is None or not self._finished(self.runs_dir / self.started):
+            return True
+        try:
+            self.process.wait(REPORT_S)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
 
     def _start(self, arguments: list[str]) -> str:
         place = self.runs_dir / runs.new_id()

@@ -295,6 +295,18 @@ def test_the_two_lines_of_the_readme_start_the_server() -> None:
     asyncio.run(asyncio.wait_for(drive(), 60))
 
 
+def test_the_next_run_waits_for_the_report_of_a_finished_one_and_not_for_one_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run(tmp_path / "one", agent="mcp")
+    session = Session(tmp_path, run.dir)
+    monkeypatch.setattr(Session, "_start", lambda self, arguments: "began")
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"]) as process:
+        session.process, session.started = process, "one"
+        with pytest.raises(ToolError, match="run one is still going"):
+            session.start([])
+        run.ledger.append("finished", None, {"reason": "enough"})
+        assert session.start([]) == "began"
+
+
 def test_an_undecided_attempt_says_what_was_resolved_and_a_failed_gate_does_not_say_where() -> None:
     proposed = {"mechanism": "m", "finding_ids": ["f"], "ast_hash": "a", "patch_sha": "s", "predicted_us": 1.0}
 
