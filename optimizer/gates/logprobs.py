@@ -28,7 +28,7 @@ _NAME = re.compile(r"token_id:[0-9]{1,9}")
 
 def check(lab: Lab) -> GateResult:
     setup = lab.setup()
-    return compare(lab, setup, "logprobs", (16, 33, 57, 24))
+    return compare(lab, setup, "logprobs", (16, 33, 57, 24) * (3 if lab.on_gpu else 1))  # in 16 bits a mean over few varies much
 
 
 def compare(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> GateResult:

@@ -60,10 +60,10 @@ BANDS = {"float32": Bands(1e-3, 1e-2), "float16": Bands(0.1, 0.2), "bfloat16": B
 
 
 def calibrated(benign_gaps: Sequence[float], floor: Bands, kl: float = 0.0) -> Bands:
-    """Bands from what variants known to be benign show: twice the largest gap; ten times the divergence `kl`, since
-    the mean of a few prompts, most of them near nothing, varies by more than threefold; never below `floor`."""
+    """Bands from what variants known to be benign show: twice the largest gap, three times the divergence `kl`; never
+    below `floor`."""
     reorder = max(floor.reorder, 2.0 * max(benign_gaps, default=0.0))
-    return Bands(reorder, max(floor.tolerance, 2.0 * reorder), max(floor.kl, 10.0 * kl))
+    return Bands(reorder, max(floor.tolerance, 2.0 * reorder), max(floor.kl, 3.0 * kl))
 
 
 @dataclass(frozen=True, slots=True)

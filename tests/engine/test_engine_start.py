@@ -119,9 +119,9 @@ def test_options_that_cannot_be_used_end_with_code_2(argv, says, tiny, capfd):
     assert says in capfd.readouterr().err
 
 
-def test_an_address_that_cannot_be_had_ends_with_code_1(tiny, capfd, monkeypatch):
+def test_an_address_that_cannot_be_had_ends_with_code_1(tiny, capfd, monkeypatch, tmp_path):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's own handlers stay
-    assert main(["--model", str(tiny), "--num-kv-blocks", "4", "--uds", "/nonexistent/s.sock"]) == 1
+    assert main(["--model", str(tiny), "--num-kv-blocks", "4", "--uds", str(tmp_path / "missing" / "s.sock")]) == 1
     assert "HTTP server: " in capfd.readouterr().err
 
 
