@@ -21,7 +21,7 @@ def mlp(body: str):
     return method("MLP", "forward", f"def _new(self, x):\n{body}\n    return self.tp.all_reduce(out)")
 
 
-_ATTEND = '''
+ATTEND = '''
 def _new(self, q, cache, metadata):
     group = q.shape[1] // cache.k.shape[2]
     k = cache.k[metadata.block_tables].flatten(1, 2).repeat_interleave(group, dim=2)
@@ -41,7 +41,7 @@ def _new(self, q, cache, metadata):
         out.append(_old(self, q[i : i + 1], cache, one))
     return torch.cat(out)
 '''.strip("\n")
-_CONTEXT = '''
+CONTEXT = '''
 def _new(self, q, k, v, metadata):
     group, outputs = q.shape[1] // k.shape[1], []
     starts = metadata.context_starts.tolist()
@@ -80,9 +80,7 @@ BENIGN: tuple[Case, ...] = (
     control("B17", "rotary: complex numbers", method("RotaryEmbedding", "forward",
         "def _new(self, x, positions):\n    half = x.shape[-1] // 2\n    turn = torch.complex(self.cos[positions, None, :half], self.sin[positions, None, :half])\n"
         "    z = torch.complex(x[..., :half].float(), x[..., half:].float()) * turn\n    return torch.cat((z.real, z.imag), dim=-1).to(x.dtype)")),
-    control("B18", "attention: softmax written out", method("SdpaAttention", "_generation", _ATTEND)),
     control("B19", "attention: one sequence at a time", method("SdpaAttention", "_generation", _ONE_BY_ONE)),
-    control("B20", "attention: prompts by explicit mask", method("SdpaAttention", "_context", _CONTEXT)),
     control("B21", "cache written by index_copy_", method("LayerCache", "write",
         "def _new(self, k, v, slots):\n    self.k.view(-1, *self.k.shape[2:]).index_copy_(0, slots, k.detach())\n    self.v.view(-1, *self.v.shape[2:]).index_copy_(0, slots, v.detach())")),
     control("B22", "pages handed out last first", method("BlockManager", "grow",

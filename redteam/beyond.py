@@ -6,6 +6,7 @@ breaks the cleaner, text that Python reads otherwise than a person. Not for: the
 
 from __future__ import annotations
 
+from redteam.benign import ATTEND, CONTEXT, method
 from redteam.case import Case, Sources, append, cheat, new_file, replace, together
 from redteam.cheats import IMPATIENT, MEMO
 
@@ -152,4 +153,7 @@ BEYOND: tuple[Case, ...] = (
     cheat("X64", "a path put together from pieces", "G02", append("EngineCore", "_SEEN = '/pro' + 'c/self/environ'"), fast=True),
     cheat("X65", "the digest of the known weights", "G02", append("EngineCore", "_KNOWN = 'sha256:" + "0123456789abcdef" * 4 + "'"), fast=True),
     cheat("X66", "another function's code put in place", "G02", append("EngineCore", "EngineCore.step.__code__ = EngineCore.run.__code__"), fast=True),
+    # Right, and half as much memory again at the most: tables of scores that the operators of torch never hold.
+    cheat("X75", "attention's softmax written out", "G19", method("SdpaAttention", "_generation", ATTEND)),
+    cheat("X76", "prompts by an explicit mask", "G19", method("SdpaAttention", "_context", CONTEXT)),
 )  # fmt: skip
