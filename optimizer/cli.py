@@ -239,15 +239,17 @@ def reproduce(
 ) -> None:
     """Apply, gate and time a run's accepted patches again on this machine, from its base commit."""
     from optimizer import reproduce as again
-    from optimizer.run import find, load
+    from optimizer.run import find, load, new_id
     from optimizer.view import Terminal
 
     if pairs is not None and pairs < 2:
         _fail("--pairs: an interval needs at least 2")
+    record = load(find(runs, run))
+    keep = keep or runs / f"{record.request.id}-again-{new_id()}"  # a record may lie where nothing should be added
     wanted = again.Options(patch, model, pairs, tuple(int(n) for n in devices.split(",") if n.strip()), keep, unsafe_no_sandbox)
     view = Terminal(console())
     with view.live():
-        found = again.reproduce(load(find(runs, run)), wanted, view)
+        found = again.reproduce(record, wanted, view)
     for line in again.said(found):
         console().print(line, markup=False, highlight=False)
     raise typer.Exit(0 if found.ok else 1)

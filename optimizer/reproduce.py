@@ -44,7 +44,7 @@ class Options:
     model: Path | None = None
     pairs: int | None = None  # as many as the protocol's confirmation, or its headline
     devices: tuple[int, ...] = ()
-    keep: Path | None = None  # folder of the new run; `<record>/../<id>-again-<time>` if left out
+    keep: Path | None = None  # folder of the new run; `<record>/../<id>-again-<time>` if left out; the command puts it among the runs
     unsafe_no_sandbox: bool = False
 
 

@@ -244,7 +244,7 @@ def test_the_command_line_serves_several_clients_over_http_on_this_machine_only(
             return [text(waits), text(await client.call_tool("submit_patch", {"attempt": 1, "patches": [patch]}))]
 
     async def both() -> list[list[str]]:
-        return await asyncio.gather(client("first"), client("second"))
+        return list(await asyncio.gather(client("first"), client("second")))
 
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from loop_fakes import ENABLED_WIN, ENGINE, WEIGHTS, WIN, Fakes, new_run, one, speed
+from typer.testing import CliRunner
 
-from optimizer import reproduce, start
+from optimizer import cli, reproduce, start
 from optimizer.loop import Loop
 from optimizer.recorded import Incomplete, whole_copy
 from optimizer.reproduce import Options, Ratio, ReproduceError, agree, weights_for
@@ -240,3 +241,18 @@ def test_intervals_that_do_not_meet_do_not_agree():
         return Ratio(middle, (middle * math.exp(-half), middle * math.exp(half)), 6)
 
     assert agree(ratio(0.5, 0.05), ratio(0.52, 0.05)) and not agree(ratio(0.5, 0.05), ratio(0.6, 0.05))
+
+
+def test_nothing_is_added_beside_a_record_that_lies_elsewhere(record: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Options] = []
+
+    def refuse(run: Run, options: Options, view: View) -> None:
+        asked.append(options)
+        raise ReproduceError("enough")
+
+    monkeypatch.setattr(reproduce, "reproduce", refuse)
+    runs = tmp_path / "runs"
+    for more in ([], ["--keep", str(tmp_path / "here")]):
+        assert CliRunner().invoke(cli.app, ["reproduce", str(record.dir), "--runs", str(runs), *more]).exit_code
+    assert asked[0].keep is not None and asked[0].keep.parent == runs and "-again-" in asked[0].keep.name
+    assert asked[1].keep == tmp_path / "here"
