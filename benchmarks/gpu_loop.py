@@ -34,7 +34,7 @@ from optimizer.session import greet, interruptible
 from optimizer.truth import weights
 from optimizer.view import Terminal
 
-GPU_SKILLS = "cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections,overlap-scheduling"
+GPU_SKILLS = "inference-mode,cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections,overlap-scheduling"
 PAGES = 4096  # the same KV cache in every arm: 65,536 tokens, 9.7 GB
 
 

@@ -11,8 +11,8 @@ import libcst as cst
 
 PAGED_ATTENTION = '''"""Decode attention on the pages of the cache where they lie: no gathered copy, no length read by the host.
 
-Each program takes a part of one sequence for one KV head; a second kernel joins the parts. On Hopper both are set up
-while the kernel before still runs (programmatic dependent launch). Not for: prompts.
+Each program takes a part of one sequence for one KV head; the part that ends last joins them all. On Hopper it is set up
+while the kernel before still runs (programmatic dependent launch). Not for: prompts, two streams at a time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ except ImportError:  # a torch for CPUs: `reference` is all that is used
 
 MOST_PARTS = 16  # of a sequence: with 8 KV heads they fill a large GPU at batch 1; a batch fills it with fewer
 TOKENS = 64  # read at a time
+_ended: dict[tuple[torch.device, int], torch.Tensor] = {}  # parts of a sequence and KV head that have ended; else zero
 
 
 def decode_attention(
@@ -55,68 +56,70 @@ def launch(
     count, heads, size = q.shape
     parts = min(MOST_PARTS, triton.next_power_of_2(max(2, 64 // count)))
     q, (page, kv_heads) = q.contiguous(), k.shape[1:3]
-    out = torch.empty_like(q)
+    out, key = torch.empty_like(q), (q.device, max(4096, triton.next_power_of_2(count * kv_heads)))
+    if key not in _ended:
+        _ended[key] = torch.zeros(key[1], dtype=torch.int32, device=q.device)
     partial = torch.empty((count, heads, parts, size), dtype=torch.float32, device=q.device)
     sums = torch.empty((count, heads, parts, 2), dtype=torch.float32, device=q.device)
     pdl = torch.cuda.get_device_capability(q.device) >= (9, 0)
     paged_attention_parts[(count, kv_heads, parts)](
-        q, k, v, tables, lengths, partial, sums, tables.stride(0), size**-0.5,
+        q, k, v, tables, lengths, partial, sums, _ended[key], out, tables.stride(0), size**-0.5,
         PAGE=page, KV=kv_heads, GROUP=heads // kv_heads, ROWS=max(16, heads // kv_heads), D=size, PARTS=parts, TOKENS=TOKENS,
         PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
-    paged_attention_join[(count * heads,)](partial, sums, out, D=size, PARTS=parts, PDL=pdl, launch_pdl=pdl)
     return out
 
 
 if triton is not None:
 
     @triton.jit
-    def paged_attention_parts(q, k, v, tables, lengths, partial, sums, table_row, scale, PAGE: tl.constexpr, KV: tl.constexpr,
-               GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
-               PDL: tl.constexpr):  # fmt: skip
+    def paged_attention_parts(q, k, v, tables, lengths, partial, sums, ended, out, table_row, scale, PAGE: tl.constexpr,
+               KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
+               TOKENS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         if PDL:  # the next kernel may be set up; what this one reads must be there
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         length = tl.load(lengths + sequence).to(tl.int32)
         span = tl.cdiv(tl.cdiv(length, PARTS), TOKENS) * TOKENS
-        last = tl.minimum((part + 1) * span, length)
-        rows, d, t = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, TOKENS)
-        at = (sequence * KV + head) * GROUP + rows
-        own = rows < GROUP
-        query = tl.load(q + at[:, None] * D + d[None, :], mask=own[:, None], other=0.0)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, D], tl.float32)
-        for start in range(part * span, last, TOKENS):
-            position = start + t
-            inside = position < last
-            block = tl.load(tables + sequence * table_row + position // PAGE, mask=inside, other=0).to(tl.int64)
-            place = ((block * PAGE + position % PAGE) * KV + head) * D
-            keys = tl.load(k + place[None, :] + d[:, None], mask=inside[None, :], other=0.0)
-            values = tl.load(v + place[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-            scores = tl.where(inside[None, :], tl.dot(query, keys) * scale, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            weights, keep = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
-            acc = acc * keep[:, None] + tl.dot(weights.to(values.dtype), values)
-            total = total * keep + tl.sum(weights, 1)
-            top = higher
-        to = at * PARTS + part
-        tl.store(partial + to[:, None] * D + d[None, :], acc, mask=own[:, None])
-        tl.store(sums + to * 2, top, mask=own)
-        tl.store(sums + to * 2 + 1, total, mask=own)
-
-    @triton.jit
-    def paged_attention_join(partial, sums, out, D: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
-        if PDL:  # the next kernel may be set up; what this one reads must be there
-            tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
-        row = tl.program_id(0)
-        part, d = row * PARTS + tl.arange(0, PARTS), tl.arange(0, D)
-        top, total = tl.load(sums + part * 2), tl.load(sums + part * 2 + 1)
-        share = tl.exp(top - tl.max(top, 0))
-        acc = tl.sum(tl.load(partial + part[:, None] * D + d[None, :]) * share[:, None], 0)
-        tl.store(out + row * D + d, (acc / tl.sum(total * share, 0)).to(out.dtype.element_ty))
+        if part * span < length:
+            last = tl.minimum((part + 1) * span, length)
+            rows, d, t = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, TOKENS)
+            at, own = (sequence * KV + head) * GROUP + rows, rows < GROUP
+            query = tl.load(q + at[:, None] * D + d[None, :], mask=own[:, None], other=0.0)
+            top, total, acc = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
+            for start in range(part * span, last, TOKENS):
+                position = start + t
+                inside = position < last
+                block = tl.load(tables + sequence * table_row + position // PAGE, mask=inside, other=0).to(tl.int64)
+                place = ((block * PAGE + position % PAGE) * KV + head) * D
+                keys = tl.load(k + place[None, :] + d[:, None], mask=inside[None, :], other=0.0)
+                values = tl.load(v + place[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+                scores = tl.where(inside[None, :], tl.dot(query, keys) * scale, float("-inf"))
+                higher = tl.maximum(top, tl.max(scores, 1))
+                weights, keep = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
+                acc = acc * keep[:, None] + tl.dot(weights.to(values.dtype), values)
+                total, top = total * keep + tl.sum(weights, 1), higher
+            used, count = tl.cdiv(length, span), 0
+            if used > 1:
+                to = at * PARTS + part
+                tl.store(partial + to[:, None] * D + d[None, :], acc, mask=own[:, None])
+                tl.store(sums + to * 2, top, mask=own)
+                tl.store(sums + to * 2 + 1, total, mask=own)
+                tl.debug_barrier()  # all of the program's stores before its count
+                count = tl.atomic_add(ended + sequence * KV + head, 1, sem="acq_rel")
+            if count == used - 1:  # the last to end, or alone
+                if used > 1:
+                    each, inside = at[:, None] * PARTS + tl.arange(0, PARTS)[None, :], own[:, None] & (tl.arange(0, PARTS) < used)[None, :]
+                    top = tl.max(tl.load(sums + each * 2, mask=inside, other=float("-inf"), cache_modifier=".cg"), 1)
+                    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
+                    for p in tl.static_range(PARTS):
+                        there, of = own & (p < used), at * PARTS + p
+                        share = tl.exp(tl.load(sums + of * 2, mask=there, other=float("-inf"), cache_modifier=".cg") - top)
+                        total += share * tl.load(sums + of * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                        acc += share[:, None] * tl.load(partial + of[:, None] * D + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
+                    tl.store(ended + sequence * KV + head, 0)
+                tl.store(out + at[:, None] * D + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=own[:, None])
 '''
 
 

@@ -1,7 +1,8 @@
-"""Record the decode step once per bucket of batch sizes as a CUDA graph, and launch that instead of its kernels.
+"""Record the decode step once per bucket of batch sizes as a CUDA graph, and launch that instead of its kernels; then
+short steps with prompts, per bucket of tokens.
 
-A series, each member passing alone: attention that reads no length on the host; the graphs. The first is left out where
-it is there already. Looked for: a runner whose method turns a plan of context and generation items into logits by
+A series, each member passing alone: attention that reads no length on the host; the graphs; graphs for prompts. The
+first is left out where it is there already. Looked for: a runner whose method turns a plan of context and generation items into logits by
 `prepare`, the model and `compute_logits`.
 """
 
@@ -13,9 +14,8 @@ import libcst as cst
 
 GRAPHS = '''"""Decode steps as CUDA graphs: one per bucket of batch sizes, captured when its size first comes, replayed from then on.
 
-A step's numbers go to the device in one copy, to an address that the graph knows. Rows that fill up a bucket repeat
-the first sequence: they write the same key to the same slot. Not for: steps with prompts or larger batches; for those
-`logits` returns None and the caller computes them operator by operator.
+A step's numbers go to the device in one copy, to an address that the graph knows. Rows that fill up a bucket repeat the
+first: they write the same key to the same slot. Not for: steps with prompts, larger batches (the caller computes those).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from engine.attention import AttentionMetadata
-from engine.request import GenerationItem, StepPlan
+from engine.request import StepPlan
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32)
 LEAST_PAGES = 64  # width of the page tables; it doubles when a sequence needs more
@@ -38,28 +38,30 @@ class _Step:
 
     def __init__(self, size: int, pages: int, device: torch.device) -> None:
         self.size = size
-        split, end = 8 * 3 * size, 8 * 3 * size + 4 * size * (1 + pages)
+        end = 8 * 3 * size + 4 * size * (1 + pages)
         self.host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.there = torch.zeros(end, dtype=torch.uint8, device=device)
-        self.wide, self.counts, self.rows = (part.numpy() for part in self._cut(self.host, split, size))
-        wide, self.lengths, self.tables = self._cut(self.there, split, size)
+        self.views = [part.numpy() for part in self._cut(self.host, size)]
+        wide, self.lengths, self.tables = self._cut(self.there, size)
         self.ids, self.positions, self.slots = wide
         self.graph: Any = None
         self.logits: torch.Tensor | None = None
 
     @staticmethod
-    def _cut(data: torch.Tensor, split: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        narrow = data[split:].view(torch.int32)
-        return data[:split].view(torch.int64).view(3, size), narrow[:size], narrow[size:].view(size, -1)
+    def _cut(data: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        narrow = data[8 * 3 * size :].view(torch.int32)
+        return data[: 8 * 3 * size].view(torch.int64).view(3, size), narrow[:size], narrow[size:].view(size, -1)
 
-    def fill(self, items: list[GenerationItem], newest: dict[int, int], block_size: int) -> None:
+    def fill(self, plan: StepPlan, newest: dict[int, int], block_size: int) -> None:
         """The last step's tokens were read back, so the last copy has run and its source may be overwritten."""
-        for row, item in enumerate(items):
-            table, at = item.block_table, item.position
-            slot = table[at // block_size] * block_size + at % block_size
-            self.wide[:, row] = newest[item.seq_id], at, slot
-            self.counts[row] = at + 1
-            self.rows[row, : len(table)] = table
+        wide, counts, rows = self.views
+        for at, item in enumerate(plan.generation):
+            table, position = item.block_table, item.position
+            slot = table[position // block_size] * block_size + position % block_size
+            wide[:3, at] = newest[item.seq_id], position, slot
+            counts[at] = position + 1
+            rows[at, : len(table)] = table
+        wide[:, at + 1 :], counts[at + 1 :], rows[at + 1 :] = wide[:, :1], counts[0], rows[0]
         self.there.copy_(self.host, non_blocking=True)
 
 
@@ -72,7 +74,19 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
-        """[G, vocab] of a step without prompts, valid until the next call; None when the caller must compute it."""
+        """[N, vocab], a row for each sequence, valid until the next call; None when the caller must compute them."""
+        step = self.fitting(plan)
+        if step is None:
+            return None
+        step.fill(plan, self.runner.newest, self.runner.block_size)
+        if step.graph is None:
+            self.capture(step, plan)
+        step.graph.replay()
+        assert step.logits is not None
+        return step.logits[: len(plan.context) + len(plan.generation)]
+
+    def fitting(self, plan: StepPlan) -> _Step | None:
+        """The graph to use, perhaps not captured yet; None when the step suits none."""
         items = plan.generation
         if plan.context or not items or len(items) > BUCKETS[-1]:
             return None
@@ -81,16 +95,9 @@ class DecodeGraphs:
         key = size, max(LEAST_PAGES, 1 << (pages - 1).bit_length())
         larger = [k for k in self.steps if k[0] >= size and k[1] >= pages]
         self.wanted[size] += 1
-        if larger and key not in self.steps and self.wanted[size] < PATIENCE:
-            key = min(larger)
-        step = self.steps.get(key) or _Step(*key, self.runner.tp.device)
-        step.fill([*items, *items[:1] * (step.size - len(items))], self.runner.newest, self.runner.block_size)
-        if step.graph is None:
-            self.capture(step, plan)
-            self.steps[key] = step
-        step.graph.replay()
-        assert step.logits is not None
-        return step.logits[: len(items)]
+        if key not in self.steps and (not larger or self.wanted[size] >= PATIENCE):
+            self.steps[key] = _Step(*key, self.runner.tp.device)
+        return self.steps[key if key in self.steps else min(larger)]
 
     def capture(self, step: _Step, plan: StepPlan) -> None:
         """Run the step twice on a stream of its own (compilers and libraries set themselves up), then record it."""
@@ -114,13 +121,147 @@ class DecodeGraphs:
         model = self.runner.model
         return model.compute_logits(model(step.ids, step.positions, self.runner.caches, metadata))
 '''
+# The third member: steps in which short prompts begin are rows of a graph too. Pairs of texts, each found once.
+PROMPTS = (
+    (
+        '"""Decode steps as CUDA graphs: one per bucket of batch sizes, captured when its size first comes, replayed from then on.\n',
+        '"""Steps as CUDA graphs: decode steps by bucket of batch sizes, short steps with prompts by bucket of tokens.\n',
+    ),
+    (
+        '''
+A step's numbers go to the device in one copy, to an address that the graph knows. Rows that fill up a bucket repeat the
+first: they write the same key to the same slot. Not for: steps with prompts, larger batches (the caller computes those).
+''',
+        '''
+A decode graph is captured when its size first comes, those for prompts all together with the first prompt. A step's
+numbers go to the device in one copy, to an address that the graph knows. Each token of a prompt is a row with a length
+of its own: the step's keys lie in the cache before any row reads there. Rows that fill up a bucket repeat the first:
+they write the same key to the same slot. Not for: long prompts or larger batches; for those `logits` returns None and
+the caller computes them operator by operator.
+''',
+    ),
+    (
+        '''BUCKETS = (1, 2, 4, 8, 16, 24, 32)
+LEAST_PAGES = 64  # width of the page tables; it doubles when a sequence needs more
+''',
+        '''BUCKETS = (1, 2, 4, 8, 16, 24, 32)  # sequences of a decode step; a step with prompts holds 32 at most, too
+PROMPTS = (16, 64, 128, 256, 512)  # tokens of a step in which prompts begin
+LEAST_PAGES = 64  # width of the page tables; of decode graphs it doubles when a sequence needs more
+''',
+    ),
+    (
+        '''size: int, pages: int, device: torch.device) -> None:
+        self.size = size
+        end = 8 * 3 * size + 4 * size * (1 + pages)
+''',
+        '''size: int, pages: int, device: torch.device, prompts: bool = False) -> None:
+        self.size, self.prompts = size, prompts
+        end = 8 * 4 * size + 4 * size * (1 + pages)
+''',
+    ),
+    (
+        '''        self.ids, self.positions, self.slots = wide
+''',
+        '''        self.ids, self.positions, self.slots, ends = wide
+        self.ends = ends[: BUCKETS[-1]]  # of a graph for prompts: the last row of each sequence
+''',
+    ),
+    (
+        '''        narrow = data[8 * 3 * size :].view(torch.int32)
+        return data[: 8 * 3 * size].view(torch.int64).view(3, size), narrow[:size], narrow[size:].view(size, -1)
+''',
+        '''        narrow = data[8 * 4 * size :].view(torch.int32)
+        return data[: 8 * 4 * size].view(torch.int64).view(4, size), narrow[:size], narrow[size:].view(size, -1)
+''',
+    ),
+    (
+        '''        for at, item in enumerate(plan.generation):
+''',
+        '''        used = 0
+        for number, prompt in enumerate(plan.context):
+            table, positions = prompt.block_table, range(len(prompt.token_ids))
+            own = slice(used, used + len(positions))
+            slots = [table[p // block_size] * block_size + p % block_size for p in positions]
+            wide[0, own], wide[1, own], wide[2, own] = prompt.token_ids, positions, slots
+            counts[own], rows[own, : len(table)] = range(1, len(positions) + 1), table
+            used += len(positions)
+            wide[3, number] = used - 1
+        wide[3, len(plan.context) : len(plan.context) + len(plan.generation)] = range(used, used + len(plan.generation))
+        for at, item in enumerate(plan.generation, used):
+''',
+    ),
+    (
+        '''        wide[:, at + 1 :], counts[at + 1 :], rows[at + 1 :] = wide[:, :1], counts[0], rows[0]
+''',
+        '''        used += len(plan.generation)
+        wide[:3, used:], counts[used:], rows[used:] = wide[:3, :1], counts[0], rows[0]
+''',
+    ),
+    (
+        '''        self.steps: dict[tuple[int, int], _Step] = {}
+''',
+        '''        self.steps: dict[tuple[int, int], _Step] = {}
+        self.prompts: dict[int, _Step] = {}
+''',
+    ),
+    (
+        '''        items = plan.generation
+        if plan.context or not items or len(items) > BUCKETS[-1]:
+            return None
+        size = next(bucket for bucket in BUCKETS if bucket >= len(items))
+        pages = max(len(item.block_table) for item in items)
+''',
+        '''        items = [*plan.context, *plan.generation]
+        if not items or len(items) > BUCKETS[-1]:
+            return None
+        pages = max(len(item.block_table) for item in items)
+        if plan.context:
+            tokens = len(plan.generation) + sum(len(prompt.token_ids) for prompt in plan.context)
+            if tokens > PROMPTS[-1] or pages > LEAST_PAGES:
+                return None
+            return self.for_prompts(plan)[next(size for size in PROMPTS if size >= tokens)]
+        size = next(bucket for bucket in BUCKETS if bucket >= len(items))
+''',
+    ),
+    (
+        '''    def capture(self, step: _Step, plan: StepPlan) -> None:
+''',
+        '''    def for_prompts(self, plan: StepPlan) -> dict[int, _Step]:
+        """All graphs for prompts. Their warm-up computes a prompt's first token, which this step computes in any case."""
+        if not self.prompts:
+            prompt = plan.context[0]
+            first = replace(plan, context=[replace(prompt, token_ids=prompt.token_ids[:1])], generation=[])
+            for size in reversed(PROMPTS):
+                step = self.prompts[size] = _Step(size, LEAST_PAGES, self.runner.tp.device, prompts=True)
+                step.fill(first, self.runner.newest, self.runner.block_size)
+                self.capture(step, first)
+        return self.prompts
+
+    def capture(self, step: _Step, plan: StepPlan) -> None:
+''',
+    ),
+    (
+        '''        return replace(made, slot_mapping=step.slots, block_tables=step.tables, seq_lens=step.lengths)
+''',
+        '''        own = {"slot_mapping": step.slots, "block_tables": step.tables, "seq_lens": step.lengths}
+        return replace(made, num_context_tokens=0, **own)
+''',
+    ),
+    (
+        '''        return model.compute_logits(model(step.ids, step.positions, self.runner.caches, metadata))
+''',
+        '''        hidden = model(step.ids, step.positions, self.runner.caches, metadata)
+        return model.compute_logits(hidden[step.ends] if step.prompts else hidden)
+''',
+    ),
+)
 
 
 def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
     """The series, or why there is none."""
     place = _place(sources)
     if isinstance(place, str):
-        return {"declined": place}
+        return _prompts(sources) or {"declined": place}
     series: list[dict] = []
     now = dict(sources)
     changed = gpu.paged_attention(now)
@@ -134,13 +275,34 @@ def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
     changed = _capture(now)
     if isinstance(changed, str):
         return {"declined": changed}
-    last = _member(changed, "Replay decode steps as CUDA graphs, one per bucket of batch sizes", finding.get("bound_us"),
+    now |= changed
+    graphs = _member(changed, "Replay decode steps as CUDA graphs, one per bucket of batch sizes", finding.get("bound_us"),
                    "every tensor of a decode step lies at the same address in each step", "rows that fill a bucket repeat the first sequence")  # fmt: skip
-    last["activation"] = {
+    graphs["activation"] = {
         "appear": [{"row": "cudaGraphLaunch", "phase": "decode", "ranks": "all"}],
         "vanish": [{"row": "cudaLaunchKernel*", "phase": "decode", "ranks": "all", "fewer": True}],
     }
-    return [*series, last]
+    series.append(graphs)
+    prompts = _prompts(now)
+    return series if prompts is None else [*series, prompts]
+
+
+def _prompts(sources: dict[str, str]) -> dict | None:
+    """Graphs for steps with short prompts, on top of those for decode steps; None where attention splits by another name."""
+    for file, text in sources.items():
+        if not file.endswith("decode_graphs.py"):
+            continue
+        for old, new in PROMPTS:
+            if text.count(old) != 1:
+                return None
+            text = text.replace(old, new)
+        if not t.parse_all(sources, "num_context_tokens: int"):
+            return None
+        last = _member({file: text}, "Replay steps with short prompts as CUDA graphs too, one per bucket of tokens", 0.0,
+                       "a row of a prompt reads no position after its own", "prompts beyond 512 tokens a step are computed as before")  # fmt: skip
+        last["activation"]["appear"] = [{"row": "cudaGraphLaunch", "phase": "decode", "ranks": "all"}]
+        return last
+    return None
 
 
 def _member(changed: dict[str, str], title: str, predicted: float | None, *invariants: str) -> dict:

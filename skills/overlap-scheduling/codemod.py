@@ -85,7 +85,7 @@ def _places(items: list[GenerationItem]) -> list[tuple[int, int, int]]:
 GRAPHS = (
     ("from dataclasses import replace\n", "from dataclasses import dataclass, replace\n"),
     ("from engine.attention import AttentionMetadata\n", "from engine import sampler\nfrom engine.attention import AttentionMetadata\n"),
-    ("from engine.request import GenerationItem, StepPlan\n", "from engine.request import GenerationItem, Sequence, StepPlan\n"),
+    ("from engine.request import StepPlan\n", "from engine.request import GenerationItem, Sequence, StepPlan\n"),
     (
         '''        self.host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
 ''',
@@ -96,9 +96,9 @@ GRAPHS = (
 ''',
     ),
     (
-        '''        self.wide, self.counts, self.rows = (part.numpy() for part in self._cut(self.host, split, size))
+        '''        self.views = [part.numpy() for part in self._cut(self.host, size)]
 ''',
-        '''        self.views = [[part.numpy() for part in self._cut(host, split, size)] for host in self.hosts]
+        '''        self.views = [[part.numpy() for part in self._cut(host, size)] for host in self.hosts]
 ''',
     ),
     (
@@ -110,50 +110,42 @@ GRAPHS = (
     ),
     (
         '''        """The last step's tokens were read back, so the last copy has run and its source may be overwritten."""
+        wide, counts, rows = self.views
 ''',
         '''        """Two host buffers in turn: tokens of the last step but one were read back, so its copy has run."""
         self.turn = 1 - self.turn
         wide, counts, rows = self.views[self.turn]
 ''',
     ),
-    ("            self.wide[:, row] = newest[item.seq_id], at, slot\n", "            wide[:, row] = newest[item.seq_id], at, slot\n"),
-    ("            self.counts[row] = at + 1\n", "            counts[row] = at + 1\n"),
-    ("            self.rows[row, : len(table)] = table\n", "            rows[row, : len(table)] = table\n"),
     ("        self.there.copy_(self.host, non_blocking=True)\n", "        self.there.copy_(self.hosts[self.turn], non_blocking=True)\n"),
     (
-        '''        """[G, vocab] of a step without prompts, valid until the next call; None when the caller must compute it."""
+        '''        step = self.fitting(plan)
+        if step is None:
+            return None
 ''',
-        '''        """[G, vocab] of a step without prompts, valid until the next call; None when the caller must compute it."""
-        step = self.launch(plan)
-        return None if step is None or step.logits is None else step.logits[: len(plan.generation)]
+        '''        step = self.launch(plan)
+        return None if step is None or step.logits is None else step.logits[: len(plan.context) + len(plan.generation)]
 
     def launch(self, plan: StepPlan, after: _Step | None = None) -> _Step | None:
         """Replay the plan's graph. `after`: it goes on from the tokens of that graph, which the host does not know yet."""
-''',
-    ),
-    (
-        '''        step = self.steps.get(key) or _Step(*key, self.runner.tp.device)
-''',
-        '''        if after is not None and after is not self.steps.get(key):
+        step = self.fitting(plan)
+        if step is None or after not in (None, step):
             return None
-        step = self.steps.get(key) or _Step(*key, self.runner.tp.device)
 ''',
     ),
     (
         '''        if step.graph is None:
             self.capture(step, plan)
+        step.graph.replay()
+        assert step.logits is not None
+        return step.logits[: len(plan.context) + len(plan.generation)]
 ''',
         '''        if after is not None:
             step.ids.copy_(step.tokens)
         if step.graph is None:
             self.capture(step, plan)
-''',
-    ),
-    (
-        '''        assert step.logits is not None
-        return step.logits[: len(items)]
-''',
-        '''        return step
+        step.graph.replay()
+        return step
 ''',
     ),
     (

@@ -50,10 +50,10 @@ def test_code_of_another_form_is_declined_and_not_harmed(name, qwen3_file, answe
 def test_graph_capture_brings_the_attention_it_needs_as_a_patch_of_its_own(engine_sources, answer, act) -> None:
     alone = answer("cuda-graph-capture", engine_sources)
     assert not isinstance(alone, str)
-    assert [step.title.split()[0] for step in alone] == ["Read", "Replay"]
+    assert [step.title.split()[:2] for step in alone] == [["Read", "the"], ["Replay", "decode"], ["Replay", "steps"]]
     assert alone[-1].activation["appear"][0]["row"] == "cudaGraphLaunch"
     after = answer("cuda-graph-capture", act(engine_sources, "paged-attention-backend"))
-    assert len(after) == 1
+    assert [step.title.split()[1] for step in after] == ["decode", "steps"]
 
 
 def test_each_fused_part_answers_the_finding_that_names_it(engine_sources, skills) -> None:
@@ -100,7 +100,7 @@ if sys.argv[3] == "graphs":
 
     class Computing(decode_graphs.DecodeGraphs):
         def capture(self, step, plan):  # what a graph replays is computed instead
-            captured.append(step.size)
+            captured.append(("prompts", step.size) if step.prompts else step.size)
             outer = self
             class Replay:
                 def replay(self):
@@ -129,6 +129,12 @@ for count in (1, 5, 3):
     for step in range(14):
         items = [GenerationItem(s.id, len(s.prompt_ids) + step, t) for s, t in zip(sequences, tables)]
         out.append(runner.step(StepPlan([], items, []), sequences).tokens)
+generating = []  # prompts join what runs: several at once, one that is too long for a graph, none
+for number, lengths in enumerate([(5,), (4, 30), (), (700,), (), (20,)]):
+    joining = [(Sequence(1000 + length, [n % 900 + 3 for n in range(length)], SamplingParams(temperature=0.0)), list(range(60 * number + 50 * k, 60 * number + 50 * k + 50))) for k, length in enumerate(lengths)]
+    plan = StepPlan([ContextItem(s.id, s.prompt_ids, t) for s, t in joining], [GenerationItem(s.id, len(s.prompt_ids) + done, t) for s, t, done in generating], [])
+    out.append(runner.step(plan, [s for s, *_ in (*joining, *generating)]).tokens)
+    generating = [(s, t, 0) for s, t in joining] + [(s, t, done + 1) for s, t, done in generating]
 print(out, file=sys.stdout)
 print(captured, file=sys.stderr)
 """
@@ -145,14 +151,15 @@ def _generate(sources: dict[str, str], model: Path, place: Path, *how: str) -> t
 
 
 def test_tokens_stay_eagerly_and_through_the_buffers_of_the_graphs(engine_sources, act, repo, tmp_path) -> None:
-    """Buckets larger than the batch, a batch that borrows a larger graph, and one that gets its own after some steps."""
+    """Buckets larger than the batch, a batch that borrows a larger graph, one that gets its own after some steps, prompts that join."""
     model = repo / "engine/tiny_qwen3"
     plain, _ = _generate(engine_sources, model, tmp_path / "plain", "eager")
     patched = act(engine_sources, *ORDER)
     assert _generate(patched, model, tmp_path / "patched", "eager")[0] == plain
     tokens, captured = _generate(patched, model, tmp_path / "patched", "graphs")
     assert tokens == plain
-    assert captured == "[1, 8, 4]"
+    prompts = [("prompts", size) for size in (512, 256, 128, 64, 16)]
+    assert ast.literal_eval(captured) == [*prompts, 1, 8, 4]
 
 
 def test_steps_launched_ahead_give_the_same_tokens_and_stop_where_a_page_is_missing(engine_sources, act, repo, tmp_path) -> None:
