@@ -5,6 +5,7 @@ Rank 0 runs the same `Worker` inside its step loop. Not for: scheduling and HTTP
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ class Worker:
         self.runner = ModelRunner(model, self.tp, caches, self.block_size)
         self.metadata = self._describe(options, backend.name, refused, str(dtype).removeprefix("torch."))
         self.profiler = Profiler(options.trace_dir, rank, options.tp, self.metadata)
+        gc.collect()
+        gc.freeze()  # what is there now stays: a full pass over it would hold up some token for tens of milliseconds
 
     def step(self, plan: StepPlan, sequences: list[Sequence]) -> StepResult:
         """Run one step, marked in traces by vLLM's name for it."""
