@@ -38,7 +38,7 @@ class RunAhead:
     def tokens(self, plan: StepPlan, sequences: list[Sequence]) -> list[int] | None:
         """The step's tokens, in the plan's order; None when the caller must compute them."""
         ahead, self.ahead = self.ahead, None
-        if ahead is not None and _places(ahead.items) != _places(plan.generation):
+        if ahead is not None and self.places(ahead.items) != self.places(plan.generation):
             ahead.done.synchronize()  # forgotten; its host buffer may be filled again
             ahead = None
         if plan.context or not all(_plain(s) for s in sequences):
@@ -71,15 +71,15 @@ class RunAhead:
             return None
         return replace(plan, generation=items, finished=[])
 
+    def places(self, items: list[GenerationItem]) -> list[tuple[int, int, int]]:
+        """Sequence, position and page of what is written. Pages that are reserved for later do not matter."""
+        return [(i.seq_id, i.position, i.block_table[i.position // self.runner.block_size]) for i in items]
+
 
 def _plain(sequence: Sequence) -> bool:
     params = sequence.params
     greedy = params.temperature < sampler.GREEDY_BELOW and params.logprobs is None
     return greedy and len(sequence.output_ids) >= params.min_tokens
-
-
-def _places(items: list[GenerationItem]) -> list[tuple[int, int, int]]:
-    return [(i.seq_id, i.position, i.block_table[-1]) for i in items]
 '''
 # What changes in the graphs: two host buffers in turn, greedy tokens inside the graph, a launch without reading.
 GRAPHS = (
