@@ -8,7 +8,7 @@ pairs belong to a program that was tried before (`state.py`), taking timings (`m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,10 +35,13 @@ def gains(pairs: Iterable[Pair]) -> stats.Array:
     )
 
 
-def calibrate(pairs: Sequence[Pair], device: str, tp: int, protocol: Protocol | None = None) -> Calibration:
+def calibrate(
+    pairs: Sequence[Pair], device: str, tp: int, protocol: Protocol | None = None, guard_margins: Mapping[str, float] | None = None
+) -> Calibration:
     """What A/A pairs say about this machine: spread, bias, margin and minimum detectable effect.
 
-    Errors: ValueError when fewer than two usable pairs are left.
+    guard_margins: by guard, what a person stated instead of the usual margins. Errors: ValueError when fewer than two
+    usable pairs are left, or when there is no guard of a stated name.
     """
     g = gains(pairs)
     if g.size < 2:
@@ -48,13 +51,17 @@ def calibrate(pairs: Sequence[Pair], device: str, tp: int, protocol: Protocol | 
     bias = stats.hodges_lehmann(g)
     margin = rules.margin_for(rule, device, tp, log_sd, bias, int(g.size))
     sizes = rules.sizes_of(protocol)
+    guard_sds = guards.calibrate(pairs)
+    if unknown := sorted(set(guard_margins or ()) - guard_sds.keys()):
+        raise ValueError(f"--guard-margin {unknown[0]}: no guard of that name here; there are: {', '.join(sorted(guard_sds))}")
     return Calibration(
         pairs=int(g.size),
         log_sd=log_sd,
         bias=bias,
         margin=margin,
         mde=rules.mde(rule, sizes, margin, log_sd, int(g.size) - 1),
-        guard_sds=guards.calibrate(pairs),
+        guard_sds=guard_sds,
+        guard_margins=dict(guard_margins or {}),
     )
 
 
@@ -83,6 +90,8 @@ def describe(calibration: Calibration, protocol: Protocol) -> list[str]:
             f"guards: margins from {wide[-1][0]:.1%} ({wide[-1][2]}) to {wide[0][0]:.1%} ({wide[0][2]}), what this "
             f"noise can decide with {pairs} pairs; an unchanged guard passes with {weakest:.0%} or more"
         )
+        if c.guard_margins:
+            said.append("margins stated for this run: " + ", ".join(f"{name} {m:.1%}" for name, m in sorted(c.guard_margins.items())))
         if blind := [name for width, _, name in wide if width > BLIND_GUARD]:
             said.append(f"warning: on this machine, as it is now, nothing guards {', '.join(blind)}: too noisy")
     return said

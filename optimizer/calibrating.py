@@ -36,7 +36,7 @@ def calibrate(run: Run, do: Services) -> None:
     key = f"aa/{run.ledger.context.env_hash}"
     pairs = _aa(run, do, Stage.CALIBRATE, key, do.protocol.calibrate_pairs)
     try:
-        found = accept.calibrate(pairs, run.request.device, run.request.tp, do.protocol)
+        found = accept.calibrate(pairs, run.request.device, run.request.tp, do.protocol, run.request.guard_margins)
     except ValueError as error:
         raise RunError(str(error)) from None
     first = state.calibration(run.ledger.lines()) is None

@@ -63,6 +63,7 @@ def optimize(
     sandbox: Annotated[str, typer.Option("--sandbox", help="a lower level than the highest that works here: bwrap, namespaces, landlock; one step at most, and for the playbook only")] = "auto",
     unsafe_no_sandbox: Annotated[bool, typer.Option("--unsafe-no-sandbox", help="run candidates unconfined where nothing else works")] = False,
     accept_numeric_drift: Annotated[bool, typer.Option("--accept-numeric-drift", help="do not park patches whose tokens differ within the tolerance band")] = False,
+    guard_margin: Annotated[list[str] | None, typer.Option("--guard-margin", help="NAME=SHARE: how much worse a guard may become, e.g. peak_memory_bytes=0.05; may be repeated")] = None,
     agent_option: Annotated[list[str] | None, typer.Option("--agent-option", help="KEY=VALUE for the agent, e.g. model=NAME; may be repeated")] = None,
     trust_skills: Annotated[list[Path] | None, typer.Option("--trust-skills", help="a further folder of skills; its code runs in this process")] = None,
     skills: Annotated[str, typer.Option("--skills", help="only these of the playbook's skills: a,b; all if left out")] = "",
@@ -79,7 +80,7 @@ def optimize(
         metric=target, goal=goal, target_dir=target_dir, python=python, tp=tp, model=model, device=device,
         devices=devices, agent=agent, protocol=protocol, attempts=attempts, budget_minutes=budget_minutes,
         max_rejections=max_rejections, max_usd=max_usd, gpu_minutes=gpu_minutes, seed=seed,
-        sandbox=sandbox, unsafe_no_sandbox=unsafe_no_sandbox, accept_numeric_drift=accept_numeric_drift, run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()), engine_args=engine_args, skills=skills,
+        sandbox=sandbox, unsafe_no_sandbox=unsafe_no_sandbox, accept_numeric_drift=accept_numeric_drift, guard_margins=tuple(guard_margin or ()), run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()), engine_args=engine_args, skills=skills,
         agent_options=tuple(agent_option or ()), knowledge=knowledge, without_knowledge=without_knowledge,
     )  # fmt: skip
     from optimizer import session

@@ -5,7 +5,7 @@ lower is better. Names carry their kind: `..._fraction` is compared by differenc
 logarithm of candidate / incumbent. All guards must pass (an intersection-union test: no multiplicity
 correction is needed, each is tested at its full alpha). Few launches cannot show 2 % on a noisy machine,
 so a guard's margin is the stated one or the smallest that the calibrated noise can decide, whichever is
-larger; margin and power are part of the result. Not for: the target metric (`accept.py`).
+larger; a person may state another for a run at its start. Margin and power are part of the result. Not for: the target metric (`accept.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def calibrate(pairs: Sequence[Pair]) -> dict[str, float]:
 
 def margin(name: str, calibration: Calibration, n: int) -> tuple[float, float]:
     """(margin, power) of a guard with n pairs. Without a calibrated SD: the stated margin, power NaN."""
-    base = base_margin(name)
+    base = calibration.guard_margins.get(name, base_margin(name))
     sd = calibration.guard_sds.get(name)
     df = calibration.pairs - 1
     if sd is None or df < 1:
@@ -105,7 +105,7 @@ def _one(name: str, pairs: Sequence[Pair], calibration: Calibration, target_rati
     v = values(name, pairs)
     n = v.size
     if n == 0:
-        return Guard(name, GuardState.UNDECIDED, float("nan"), float("nan"), base_margin(name), float("nan"), 0)
+        return Guard(name, GuardState.UNDECIDED, float("nan"), float("nan"), margin(name, calibration, 1)[0], float("nan"), 0)
     fraction = name.endswith("_fraction")
     m, power = margin(name, calibration, n)
     bar = m if fraction else float(np.log1p(m))

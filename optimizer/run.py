@@ -94,6 +94,7 @@ class Request:
     environment: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # of the proposer
     accept_numeric_drift: bool = False
+    guard_margins: dict[str, float] = field(default_factory=dict)  # stated by a person at the start: 0.05 = 5 %
     engine_args: tuple[str, ...] = ()  # appended to the target's command in every arm
     knowledge: Path | None = None  # folder of the blueprint that the proposer reads; the repository's own if None
     without_knowledge: tuple[str, ...] = ()  # ids of entries kept from the proposer; "all" keeps every one

@@ -27,6 +27,7 @@ DEFAULT_TARGET = HERE / "engine"
 DEFAULT_MODEL = DEFAULT_TARGET / "tiny_qwen3"
 PROTOCOLS = ("quick", "full")
 MAX_REJECTIONS = 8  # in a row; a run that brings nothing ends
+MOST_MARGIN = 0.5  # that may be stated for a guard
 
 
 class Refused(Exception):
@@ -56,6 +57,7 @@ class Options:
     sandbox: str = "auto"
     unsafe_no_sandbox: bool = False
     accept_numeric_drift: bool = False
+    guard_margins: tuple[str, ...] = ()  # NAME=SHARE
     run_dir: Path | None = None
     runs: Path = Path("runs")
     trust_skills: tuple[Path, ...] = ()
@@ -112,6 +114,7 @@ def prepare(options: Options) -> Run:
         environment=environment,
         options=_agent_options(options),
         accept_numeric_drift=options.accept_numeric_drift,
+        guard_margins=_guard_margins(options),
         engine_args=tuple(shlex.split(options.engine_args)),
         knowledge=_knowledge(options),
         without_knowledge=tuple(name.strip() for name in options.without_knowledge.split(",") if name.strip()),
@@ -120,6 +123,19 @@ def prepare(options: Options) -> Run:
         return run.create(options.runs, request, target, place)
     except (run.RunError, SnapshotError, GitError, OSError) as error:
         raise Refused(str(error)) from error
+
+
+def _guard_margins(options: Options) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in options.guard_margins:
+        name, _, share = text.partition("=")
+        try:
+            found[name] = float(share)
+        except ValueError:
+            raise Refused(f"--guard-margin {text}: NAME=SHARE, for example peak_memory_bytes=0.05") from None
+        if not name or not 0 < found[name] <= MOST_MARGIN:
+            raise Refused(f"--guard-margin {text}: the share lies above 0 and is {MOST_MARGIN:g} at most (0.05 is 5 %)")
+    return found
 
 
 def _device(options: Options, target: Target) -> tuple[str, tuple[int, ...]]:

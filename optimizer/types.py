@@ -163,6 +163,7 @@ class Calibration:
     margin: float  # as a fraction: 0.02 = 2 %
     mde: float  # minimum detectable effect of the full procedure at 80 % power, as a fraction
     guard_sds: dict[str, float] = field(default_factory=dict)  # metric -> SD of its paired log-ratio
+    guard_margins: dict[str, float] = field(default_factory=dict)  # metric -> margin that a person stated for this run
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ def command(info: dict[str, Any]) -> str:
         ("--engine-args", shlex.join(map(str, info.get("engine_args") or ())) or None),
         ("--knowledge", info.get("knowledge")),
         ("--without-knowledge", ",".join(info.get("without_knowledge") or ()) or None),
+        *(("--guard-margin", f"{name}={share:g}") for name, share in sorted((info.get("guard_margins") or {}).items())),
         *_options(info.get("options") or {}),
         ("--seed", info.get("seed")),
     ]

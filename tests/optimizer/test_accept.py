@@ -269,6 +269,24 @@ def test_guard_margins_and_power_are_stated():
     assert guards.base_margin("ttft_p95") == 0.05
 
 
+def test_a_person_may_state_another_margin_for_a_guard():
+    """Memory that grows by 3 % is worse, and within 5 % where that was stated at the start."""
+    taken = [pair(0.4, Stage.CONFIRM, i, peak_memory=1.03) for i in range(6)]
+    cal = calibration(sd=0.005, peak_memory=0.0001)
+    usual = accept.judge(Stage.CONFIRM, taken, cal, FULL)
+    stated = accept.judge(Stage.CONFIRM, taken, replace(cal, guard_margins={"peak_memory": 0.05}), FULL)
+    assert usual is not None and not usual.passed and usual.reason is RejectReason.GUARD
+    assert stated is not None and stated.passed
+    assert "margins stated for this run: peak_memory 5.0%" in accept.describe(replace(cal, guard_margins={"peak_memory": 0.05}), FULL)
+
+
+def test_a_margin_for_a_guard_that_is_not_there_is_refused_by_name():
+    taken = [replace(p, guards={"peak_memory": (1.0, 1.0)}) for p in pairs([0.01, -0.01, 0.0], Stage.CALIBRATE)]
+    assert accept.calibrate(taken, "cpu", 1, QUICK, {"peak_memory": 0.05}).guard_margins == {"peak_memory": 0.05}
+    with pytest.raises(ValueError, match=r"--guard-margin memry: no guard of that name here; there are: peak_memory"):
+        accept.calibrate(taken, "cpu", 1, QUICK, {"memry": 0.05})
+
+
 # --- canary, series, ablation, headline --------------------------------------------------------------------
 
 

@@ -205,3 +205,9 @@ def test_help_does_not_wait_for_torch(repo):
     probe = "import sys; sys.argv=['optimize','--help']\nimport optimizer.cli as c\ntry:\n c.main()\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, cwd=repo)
     assert done.stdout.strip().endswith("False")
+
+
+@pytest.mark.parametrize("text", ["peak_memory_bytes", "peak_memory_bytes=much", "=0.1", "peak_memory_bytes=0", "peak_memory_bytes=2"])
+def test_a_margin_that_cannot_be_read_is_refused_with_its_text(text):
+    with pytest.raises(start.Refused, match=f"--guard-margin {text}"):
+        start.prepare(start.Options(guard_margins=(text,), tp=1, device="cpu"))
