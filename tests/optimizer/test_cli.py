@@ -209,5 +209,7 @@ def test_help_does_not_wait_for_torch(repo):
 
 @pytest.mark.parametrize("text", ["peak_memory_bytes", "peak_memory_bytes=much", "=0.1", "peak_memory_bytes=0", "peak_memory_bytes=2"])
 def test_a_margin_that_cannot_be_read_is_refused_with_its_text(text):
+    from optimizer import start
+
     with pytest.raises(start.Refused, match=f"--guard-margin {text}"):
         start.prepare(start.Options(guard_margins=(text,), tp=1, device="cpu"))
