@@ -123,26 +123,26 @@ def test_connections_that_close_late_are_no_leak_and_open_ones_are(monkeypatch):
 
 
 STEADY = pytest.mark.parametrize(
-    ("growth_mib", "most_kib", "flat"),
+    ("growth_mib", "most_kib", "warm", "flat"),
     [
-        ((150, 4), 1024, True),  # long prompts touch pages of a large cache once
-        ((4, 150), 1024, True),
-        ((90, 70), 1024, False),
-        ((450, 40), 1024, False),  # far more than a cache explains
-        ((6, 5, -8, 6, -1), 32, True),  # an allocator that grows and shrinks
-        ((3, 2, 2, 3, 2), 32, False),
-        ((3, 0, 3, 3, 3), 32, False),
-        ((0, 45, 0, 0, 0), 32, False),
+        ((150, 4), 1024, 1, True),  # long prompts touch pages of a large cache once
+        ((90, 70), 1024, 1, False),
+        ((450, 40), 1024, 1, False),  # far more than a cache explains
+        ((2, 2, 0, 0, 0, 0, 0, 0, 0, 0), 40, 0, True),
+        ((6, 5, -8, 6, -1, 0, 4, -4, 2, -3), 40, 0, True),  # an allocator that grows and shrinks
+        ((4, 11, 5, 4, -6, 6, 5, 9, -2, 6), 40, 0, False),  # 100 KB a request, as it was seen
+        ((3, 0, 3, 3, 3, 3, 0, 3, 3, 3), 40, 0, False),
+        ((0, 110, 0, 0, 0, 0, 0, 0, 0, 0), 40, 0, False),
     ],
 )
 
 
 @STEADY
-def test_growth_in_jumps_is_no_leak_and_steady_growth_is(growth_mib, most_kib, flat):
+def test_growth_in_jumps_is_no_leak_and_steady_growth_is(growth_mib, most_kib, warm, flat):
     seen = [dict.fromkeys(("fds", "processes", "threads", "rss_bytes", "stored_bytes"), 0)]
     for mib in growth_mib:
         seen.append(seen[-1] | {"rss_bytes": seen[-1]["rss_bytes"] + (mib << 20)})
-    assert resources._flat("resources", seen, most_kib << 10).passed is flat
+    assert resources._flat("resources", seen, most_kib << 10, warm).passed is flat
 
 
 @pytest.mark.parametrize(("looks", "idle"), [([0.0], 0.0), ([1.0, 0.6, 0.1], 0.1), ([1.0] * 30, 1.0)])
