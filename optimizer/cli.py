@@ -45,7 +45,7 @@ def console() -> Console:
 def optimize(
     context: typer.Context,
     target: Annotated[str, typer.Option("--target", help="what to improve: tok/s, tpot, ttft, throughput@C, goodput@TTFT,TPOT, memory")] = "tok/s",
-    goal: Annotated[str | None, typer.Option("--goal", help="stop when reached: 1.5x, or 60 (tok/s)")] = None,
+    goal: Annotated[str | None, typer.Option("--goal", help="stop when reached: 1.5x, or a number: tok/s, of ttft and tpot ms, of goodput requests/s, of memory MiB")] = None,
     target_dir: Annotated[Path | None, typer.Option("--target-dir", help="folder with a target.toml; this repository's engine/ if left out")] = None,
     python: Annotated[Path | None, typer.Option("--python", help="the target's interpreter; this one if left out")] = None,
     tp: Annotated[int | None, typer.Option("--tp", help="tensor-parallel ranks")] = None,

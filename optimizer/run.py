@@ -32,22 +32,23 @@ class RunError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What `--goal` asks for: `1.5x` is a factor over the first engine, `60` a value of the metric."""
+    """What `--goal` asks for: `1.5x` is a factor over the first engine, `60` a value of the target."""
 
     kind: str  # "factor" or "value"
     value: float
+    unit: str = "tok/s"  # of a value: `targets.stated` says which a target has
 
     def __str__(self) -> str:
-        return f"{self.value:g}x" if self.kind == "factor" else f"{self.value:g} tok/s"
+        return f"{self.value:g}x" if self.kind == "factor" else f"{self.value:g} {self.unit}"
 
 
-def parse_goal(text: str) -> Goal:
-    """`1.5x` or `60`. Raises ValueError with the two valid forms."""
+def parse_goal(text: str, unit: str) -> Goal:
+    """`1.5x`, or `60` of the unit. Raises ValueError with the two valid forms."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(x?)", text.strip())
     value = float(match[1]) if match else 0.0
     if match is None or value <= 0 or (match[2] and value <= 1):
-        raise ValueError(f"{text!r}: give a factor above 1 such as 1.5x, or a number of tok/s such as 60")
-    return Goal("factor" if match[2] else "value", value)
+        raise ValueError(f"{text!r}: give a factor above 1 such as 1.5x, or a number of {unit} such as 60")
+    return Goal("factor" if match[2] else "value", value, unit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ def _tp(options: Options, target: Target, devices: tuple[int, ...]) -> int:
 
 def _metric(options: Options, device: str) -> tuple[str, run.Goal | None]:
     from optimizer.targets import PROTOCOLS as KNOWN
-    from optimizer.targets import protocol_for
+    from optimizer.targets import protocol_for, stated
 
     try:
         protocol_for(KNOWN["quick"], options.metric, device)
@@ -177,12 +177,9 @@ def _metric(options: Options, device: str) -> tuple[str, run.Goal | None]:
     if options.goal is None:
         return options.metric, None
     try:
-        goal = run.parse_goal(options.goal)
+        return options.metric, run.parse_goal(options.goal, stated(options.metric, 1.0)[1])
     except ValueError as error:
         raise Refused(f"--goal {error}") from None
-    if goal.kind == "value" and options.metric != "tok/s":
-        raise Refused(f"--goal {options.goal}: a plain number is for --target tok/s; give a factor such as 1.5x")
-    return options.metric, goal
 
 
 def _model(options: Options, target: Target) -> Path:

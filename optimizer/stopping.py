@@ -11,6 +11,7 @@ from optimizer import state
 from optimizer.ledger import Line
 from optimizer.run import Run
 from optimizer.services import Diagnosis
+from optimizer.targets import stated
 from trace_diff.types import Status
 
 
@@ -22,9 +23,11 @@ def goal_reached(run: Run, lines: Sequence[Line]) -> str | None:
     if goal.kind == "factor":
         now = state.speedup(lines)
         return f"goal reached: {now:.2f}x of {goal}" if now >= goal.value else None
-    token_us = state.token_us(lines)
-    rate = 1e6 / token_us if token_us else 0.0
-    return f"goal reached: {rate:.1f} of {goal}" if rate >= goal.value else None
+    measured = state.token_us(lines)
+    if not measured:
+        return None
+    value, _, more = stated(run.request.metric, measured)
+    return f"goal reached: {value:.1f} of {goal}" if (value >= goal.value if more else value <= goal.value) else None
 
 
 def nothing_left(lines: Sequence[Line], diagnosis: Diagnosis) -> str | None:

@@ -111,6 +111,15 @@ def protocol_for(base: Protocol, target: str = "tok/s", device: str = "cpu") -> 
     return replace(protocol, cell=cell, metric=metric, guard_cells=guards)
 
 
+def stated(target: str, measured: float) -> tuple[float, str, bool]:
+    """(value, unit, more is better) of a target as a person states it, from what a pair measures (us or bytes)."""
+    if target == "memory":
+        return measured / 2**20, "MiB", False
+    if target in ("ttft", "tpot"):
+        return measured / 1e3, "ms", False
+    return 1e6 / measured, "requests/s" if target.startswith("goodput") else "tok/s", True
+
+
 def sized(protocol: Protocol, token_us: float | None) -> Protocol:
     """`protocol` with enough requests in its target cell to time an engine of `token_us` for `BLOCK_S`.
 

@@ -18,7 +18,7 @@ def goal(info: dict[str, Any]) -> str:
     goal = info.get("goal")
     if isinstance(goal, dict) and goal.get("value") is not None:
         value = f"{goal['value']:g}"
-        return f"{value}x" if goal.get("kind") == "factor" else f"{value} {info.get('metric', 'tok/s')}"
+        return f"{value}x" if goal.get("kind") == "factor" else f"{value} {goal.get('unit', 'tok/s')}"
     return str(goal) if goal else "none set"
 
 

@@ -51,7 +51,7 @@ def fake_args(*more: object) -> list[object]:
         (fake_args("--tp", "many"), "--tp"),
         (fake_args("--device", "tpu"), "--device tpu: fake runs on cpu"),
         (fake_args("--target", "speed"), "unknown target 'speed'; valid: tok/s"),
-        (fake_args("--target", "ttft", "--goal", "60"), "give a factor"),
+        (fake_args("--target", "ttft", "--goal", "soon"), "a number of ms such as 60"),
         (fake_args("--agent", "gpt"), "--agent gpt: valid are playbook"),
         (fake_args("--protocol", "slow"), "--protocol slow: valid are quick, full"),
         (fake_args("--attempts", 0), "--attempts 0: must be above 0"),
