@@ -3,8 +3,9 @@
     python -m benchmarks.outside_engines [--only ENGINE:SKILL,...] [--minutes 15] [--place runs/outside]
 
 Each engine is fetched by version and hash (docs/examples/outside/fetch.py) and judged as any target: `optimize
---target-dir ... --tp 1 --skills SKILL --attempts 1`, all gates, launches in interleaved pairs, quick protocol. Pairs whose
-run has finished are read, not repeated, so the command can be stopped and started again. Wants a quiet machine: an
+--target-dir ... --tp 1 --skills SKILL --attempts 1 --guard-margin peak_memory_bytes=0.05`, all gates, launches in interleaved
+pairs, quick protocol. The margin is stated because weights that are laid out or stacked anew leave a mapped file for memory
+of the process, 2 to 3 % of these small engines. Pairs whose run has finished are read, not repeated, so the command can be stopped and started again. Wants a quiet machine: an
 effect below what its noise resolves is printed as undecided. Not for: skills on this repository's engine
 (skill_effects.py).
 """
@@ -28,6 +29,7 @@ from optimizer.target import load_target
 REPO = Path(__file__).resolve().parents[1]
 MODEL = REPO / "engine/tiny_qwen3"
 PLACE = REPO / "runs/outside"
+MEMORY = "peak_memory_bytes=0.05"
 
 
 def fetcher() -> Any:
@@ -70,7 +72,7 @@ def optimize(target_dir: Path | None, skill: str, place: Path, minutes: float, t
     """One attempt with one skill; the run's folder is `place`. What it prints goes to a log beside it."""
     command = [sys.executable, "-m", "optimizer.cli", "--target", "tok/s", "--tp", str(tp), "--model", str(model), "--device", "cpu"]
     command += ["--skills", skill, "--attempts", "1", "--budget-minutes", str(minutes), "--runs", str(place.parent), "--run-dir", str(place)]
-    command += ["--target-dir", str(target_dir)] if target_dir else []
+    command += ["--target-dir", str(target_dir), "--guard-margin", MEMORY] if target_dir else []
     with place.with_suffix(".log").open("wb") as log:
         subprocess.run(command, stdout=log, stderr=log, cwd=REPO, check=False)
 
