@@ -117,7 +117,7 @@ class _Real:
         from optimizer.tryout import try_out
 
         want = self.run.request
-        here = {"device": want.device} if want.agent == "playbook" else {}
+        here = {"device": want.device, "tp": want.tp} if want.agent == "playbook" else {}
         self._proposer = self._proposer or get(want.agent, **here, **want.options)
         context = ProposeContext(
             sources=question.sources,

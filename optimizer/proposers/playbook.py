@@ -38,12 +38,13 @@ class Playbook:
         built_in: Path | None = skillbook.BUILT_IN,
         only: Iterable[str] = (),
         device: str | None = None,
+        tp: int | None = None,
     ) -> None:
         known = skillbook.load_all([*([built_in] if built_in else []), *map(Path, folders)])
         names = tuple(only) or tuple(known)
         if unknown := sorted(set(names) - known.keys()):
             raise ValueError(f"unknown skills {', '.join(unknown)}; known: {', '.join(known)}")
-        self.device = device  # codemods with a form for each read it
+        self.here = {"device": device, "tp": tp}  # codemods with a form for each read it
         fits = {name for name, skill in known.items() if device is None or device in skill.devices}
         self.skills = {name: skill for name, skill in known.items() if name in names and name in fits}
 
@@ -94,7 +95,7 @@ class Playbook:
             if blocked := _blocked(ctx, finding, skill.name, params):
                 why = blocked
                 continue
-            rewrites = self._rewrites(ctx, skill, {**_as_dict(finding), "params": params, "device": self.device})
+            rewrites = self._rewrites(ctx, skill, {**_as_dict(finding), "params": params, **self.here})
             if isinstance(rewrites, str):
                 return rewrites
             series = _series(ctx, finding, rewrites, params)

@@ -1,10 +1,14 @@
 """Launch the graph of the next greedy decode step before the tokens of the present one are read.
 
 For an engine whose decode steps are replayed as CUDA graphs by `cuda-graph-capture`: what the host does between two
-steps then happens while the device computes. Looked for: that skill's `DecodeGraphs`, and the method that asks it.
+steps then happens while the device computes. Looked for: that skill's `DecodeGraphs`, and the method that asks it. Once
+that is there, a second patch lets several ranks do it: the scheduler says in the plan what only rank 0 can know. With more
+than one rank both come as one series.
 """
 
 from __future__ import annotations
+
+import re
 
 import codemod_tools as t
 import gpu_tools as gpu
@@ -37,6 +41,8 @@ class RunAhead:
     @torch.inference_mode()
     def tokens(self, plan: StepPlan, sequences: list[Sequence]) -> list[int] | None:
         """The step's tokens, in the plan's order; None when the caller must compute them."""
+        if self.runner.tp.size > 1:
+            return None
         ahead, self.ahead = self.ahead, None
         if ahead is not None and self.places(ahead.items) != self.places(plan.generation):
             ahead.done.synchronize()  # forgotten; its host buffer may be filled again
@@ -157,13 +163,53 @@ GRAPHS = (
     ),
 )
 
+# The second patch: who runs ahead reads the plan, which every rank gets, and not the sequences, which rank 0 alone has.
+SEVERAL = (
+    ("    whoever gets it writes again before reading it. Not for: sampling, log-probabilities, prompts, several ranks.\n",
+     "    whoever gets it writes again before reading it. Several ranks decide alike: by the plan alone, and every rank's greedy\n"
+     "    tokens are those of the same gathered logits. Not for: sampling, log-probabilities, prompts.\n"),
+    ("        if self.runner.tp.size > 1:\n            return None\n        ahead, self.ahead", "        ahead, self.ahead"),
+    ("        if plan.context or not all(_plain(s) for s in sequences):\n", "        if plan.context or not plan.greedy:\n"),
+    ("        following = self.following(plan, sequences)\n", "        following = self.following(plan)\n"),
+    ("    def following(self, plan: StepPlan, sequences: list[Sequence]) -> StepPlan | None:\n", "    def following(self, plan: StepPlan) -> StepPlan | None:\n"),
+    ("        if any(len(s.output_ids) + 1 >= s.params.max_tokens for s in sequences):\n", "        if not plan.goes_on:\n"),
+    ("    def tokens(self, plan: StepPlan, sequences: list[Sequence]) -> list[int] | None:\n", "    def tokens(self, plan: StepPlan, _: list[Sequence]) -> list[int] | None:\n"),
+    ("""
 
-def propose(sources: dict[str, str], finding: dict) -> dict:
-    """One patch, or why there is none."""
+def _plain(sequence: Sequence) -> bool:
+    params = sequence.params
+    greedy = params.temperature < sampler.GREEDY_BELOW and params.logprobs is None
+    return greedy and len(sequence.output_ids) >= params.min_tokens
+""", ""),
+    ("from engine import sampler\n", ""),
+)  # fmt: skip
+FLAGS = "greedy: bool = False  # every sequence takes the likeliest token\ngoes_on: bool = False  # and none ends with it by its length\n"
+PLAIN = '''
+
+def _plain(sequence: Sequence) -> bool:
+    """Its next token is the likeliest one, and nobody asks for more."""
+    params = sequence.params
+    return params.temperature < GREEDY_BELOW and params.logprobs is None and len(sequence.output_ids) >= params.min_tokens
+'''
+
+
+def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
+    """One patch, on several ranks two, or why there is none. A finding without `tp` is of any number of ranks."""
     place = _place(sources)
     if isinstance(place, str):
         return {"declined": place}
-    function, graphs = place
+    ranks = finding.get("tp")
+    if "self.ahead" in sources[place[0].file]:
+        return {"declined": "the next step is launched ahead already"} if ranks == 1 else _several(sources, place[1], finding)
+    first = _first(sources, *place, finding)
+    if "declined" in first or not ranks or ranks == 1:
+        return first
+    second = _several({**sources, **first["sources"]}, place[1], finding)
+    return second if "declined" in second else [first | {"predicted_us": 0.0, "activation": {"appear": [], "vanish": []}}, second]
+
+
+def _first(sources: dict[str, str], function: t.Function, graphs: str, finding: dict) -> dict:
+    """One rank launches ahead."""
     file = function.file
     changed = sources[graphs]
     for old, new in ((gpu.local_names(a, file, sources), gpu.local_names(b, file, sources)) for a, b in GRAPHS):
@@ -183,6 +229,69 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
         "params": {},
         "activation": {"appear": [{"row": "cudaEventSynchronize", "phase": "decode", "ranks": "all"}], "vanish": []},
     }
+
+
+def _several(sources: dict[str, str], graphs: str, finding: dict) -> dict:
+    """The second patch, once steps are launched ahead on one rank."""
+    already = {"declined": "the next step is launched ahead already"}
+    changed = sources[graphs]
+    for old, new in ((gpu.local_names(a, graphs, sources), gpu.local_names(b, graphs, sources)) for a, b in SEVERAL):
+        if changed.count(old) != 1:
+            return already
+        changed = changed.replace(old, new)
+    plans, told = _flags(sources), _telling(sources)
+    if plans is None or told is None:
+        return already
+    return {
+        "sources": {graphs: changed} | plans | told,
+        "mechanism": "overlap-scheduling",
+        "title": "Several ranks launch the next greedy step ahead",
+        "predicted_us": finding.get("bound_us"),
+        "invariants": ["every rank decides by the plan alone", "a plan says on rank 0 what sequences ask for"],
+        "params": {},
+        "activation": {"appear": [{"row": "cudaEventSynchronize", "phase": "decode", "ranks": "all"}], "vanish": []},
+    }
+
+
+def _flags(sources: dict[str, str]) -> dict[str, str] | None:
+    """The plan with two more fields."""
+    for file, tree in t.parse_all(sources, "class StepPlan").items():
+        cls = t.classes({file: tree}).get("StepPlan")
+        fields = [s for s in cls.node.body.body if isinstance(s, cst.SimpleStatementLine) and isinstance(s.body[0], cst.AnnAssign)] if cls else []
+        if fields:
+            return {file: t.replace(tree, {fields[-1]: lambda updated: [updated, *t.statements(FLAGS)]}).code}
+    return None
+
+
+def _telling(sources: dict[str, str]) -> dict[str, str] | None:
+    """The scheduler, which fills them."""
+    for file, tree in t.parse_all(sources, "_grow_running()").items():
+        for function in t.functions({file: tree}):
+            body = list(function.statements())
+            grown = next((p[0] for s in body if (p := t.assigned(s)) and t.code(p[1]) == "self._grow_running()"), None)
+            call = next((p[1] for s in body if (p := t.assigned(s)) and t.code(p[1]).startswith("StepPlan(")), None)
+            if grown is None or not isinstance(call, cst.Call) or "_plain" in sources[file]:
+                continue
+            flags = (f"greedy=all(_plain(s) for s in {grown})", f"goes_on=all(len(s.output_ids) + 1 < s.params.max_tokens for s in {grown})")
+            told = _with_arguments(sources[file], "StepPlan(", flags)
+            folder = file.rpartition("/")[0].replace("/", ".")
+            tree = t.add_import(cst.parse_module(told), f"from {folder}.sampler import GREEDY_BELOW" if folder else "from sampler import GREEDY_BELOW")
+            return {file: tree.code.rstrip() + "\n" + PLAIN}
+    return None
+
+
+def _with_arguments(text: str, call: str, more: tuple[str, ...]) -> str:
+    """More keyword arguments at the end of the first such call, on lines of their own where the others are."""
+    first = text.index(call) + len(call)
+    depth, last = 1, first
+    while depth:
+        depth += {"(": 1, ")": -1}.get(text[last], 0)
+        last += 1
+    inside = text[first : last - 1]
+    if not inside.rstrip().endswith(","):
+        return text[: last - 1] + "".join(f", {m}" for m in more) + text[last - 1 :]
+    indent = re.findall(r"\n[ ]+", inside.rstrip())[-1]
+    return text[:first] + inside.rstrip() + "".join(f"{indent}{m}," for m in more) + inside[len(inside.rstrip()) :] + text[last - 1 :]
 
 
 def _pages(sources: dict[str, str]) -> dict[str, str]:
@@ -210,8 +319,6 @@ def _place(sources: dict[str, str]) -> tuple[t.Function, str] | str:
             continue
         graphs = gpu.new_file(sources, function.file, "decode_graphs")
         names = list(function.params)
-        if "self.ahead" in sources[function.file]:
-            return "the next step is launched ahead already"
         made = "StepResult(tokens, logprobs)"
         if graphs not in sources or len(names) != 3 or made not in t.code(function.node) or "self.remember(" not in t.code(function.node):
             return f"{function.name} does not turn a plan and its sequences into a StepResult of tokens"
@@ -232,7 +339,7 @@ def _runner(text: str, found: t.Function) -> str:
         "    return StepResult(tokens, [None] * len(tokens))\n"
     )
     init = cls.methods["__init__"].statements()[-1]
-    line = "self.ahead = RunAhead(self) if self.graphs is not None and self.tp.size == 1 else None\n"
+    line = "self.ahead = RunAhead(self) if self.graphs is not None else None\n"
     new: dict[cst.CSTNode, object] = {**t.before(first, ask), init: lambda updated: [updated, *t.statements(line)]}
     folder = found.file.rpartition("/")[0].replace("/", ".")
     there = f"{folder}.decode_graphs" if folder else "decode_graphs"

@@ -6,17 +6,23 @@ Graphs and kernels themselves need a GPU (docs/gpu.md); here the graphs' book-ke
 from __future__ import annotations
 
 import ast
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from optimizer.confine.launch import launch
 from optimizer.gates import policy
 from optimizer.patching import changed_lines
-from optimizer.proposers import get
+from optimizer.proposers import get, skillbook
 from optimizer.proposers.base import MAX_FILES, MAX_LINES
 from optimizer.proposers.playbook import Playbook
+from optimizer.target import load_target
+from optimizer.traffic.client import Request
+from optimizer.types import LaunchSpec
 
 ORDER = ("merge-projections", "cuda-graph-capture", "fused-kernels", "fused-kernels", "fused-kernels", "skinny-gemm", "skinny-gemm", "overlap-scheduling", "inference-mode")
 MADE_FOR_GPUS = ("cuda-graph-capture", "paged-attention-backend", "fused-kernels", "skinny-gemm")
@@ -215,3 +221,66 @@ def test_a_page_given_early_takes_none_from_who_needs_it(engine_sources, act, tm
     assert plain[2:] == ahead[2:] and ahead[3] == pages and ahead[4] == [20, 20, 20]
     assert (plain[2] > 0) is preempts and plain[0] == ahead[0]
     assert ahead[1] > plain[1]
+
+
+COMPUTED = '''
+
+def _capture(self, step, plan):  # on a CPU: what a graph replays is computed instead
+    metadata = self.metadata(step, plan)
+
+    class Replay:
+        def replay(replay) -> None:
+            step.logits = self.forward(step, metadata)
+            step.tokens = step.logits.float().argmax(dim=-1)
+
+    step.graph = Replay()
+
+
+class _Event:
+    def record(self): pass
+    def synchronize(self): pass
+
+
+def _launch(self, plan, after, plainly=RunAhead.launch):
+    import sys
+    print("ahead" if after is not None else "now", len(plan.generation), file=sys.stderr, flush=True)
+    return plainly(self, plan, after)
+
+
+DecodeGraphs.capture, RunAhead.Event, RunAhead.launch = _capture, _Event, _launch
+'''
+
+
+def test_with_several_ranks_both_patches_come_as_one_series(engine_sources, act) -> None:
+    graphs = act(engine_sources, "cuda-graph-capture")
+    codemod = skillbook.load_all()["overlap-scheduling"]
+    one, two = (skillbook.run(codemod, graphs, {"bound_us": 9.0, "tp": tp}) for tp in (1, 2))
+    assert [r.title for r in one] == ["Launch the next greedy step before the tokens of this one are read"]
+    assert [(r.title.split()[0], r.predicted_us) for r in two] == [("Launch", 0.0), ("Several", 9.0)]
+    assert "already" in str(skillbook.run(codemod, one[-1].after, {"bound_us": 9.0, "tp": 1}))
+
+
+def test_several_ranks_launch_ahead_alike(engine_sources, act, repo, tmp_path) -> None:
+    """Over HTTP at TP=2: greedy streams of several lengths, one that samples, and one that the client gives up."""
+    patched = act(engine_sources, "cuda-graph-capture", "overlap-scheduling", "overlap-scheduling")
+    patched["engine/decode_graphs.py"] += COMPUTED
+    patched["engine/runner.py"] = patched["engine/runner.py"].replace(' if self.tp.device.type == "cuda" else None', "")
+    prompts = [[(7 * n + length) % 900 + 3 for n in range(length)] for length in (5, 30, 17, 40)]
+    work = [Request(p, new, ignore_eos=True) for p, new in zip(prompts, (40, 12, 30, 20), strict=True)]
+    found, logs = {}, {}
+    for name, sources in (("plain", engine_sources), ("ahead", patched)):
+        shutil.copytree(repo / "engine", tmp_path / name / "engine")
+        for file, text in sources.items():
+            (tmp_path / name / file).write_text(text, "utf-8")
+        target = load_target(tmp_path / name / "engine")
+        spec = LaunchSpec(tree=tmp_path / name, target=target, python=Path(sys.executable), model_dir=repo / "engine/tiny_qwen3", tp=2, label=name)
+        with launch(spec) as server:
+            found[name] = [s.token_ids for s in server.client.complete(work, 60.0)]
+            warm = [replace(request, temperature=1.0, seed=5) for request in work[:2]]
+            given_up = replace(work[0], max_tokens=60, abort_after=4)
+            mixed = server.client.complete([*warm, *work[2:], given_up], 60.0)
+            assert [s.error for s in mixed[:4]] == [None] * 4
+            found[name] += [s.token_ids for s in mixed[2:4]] + [s.token_ids for s in server.client.complete(work[:1], 60.0)]
+            logs[name] = server.log_path.read_text("utf-8", "replace").split("\n")
+    assert found["ahead"] == found["plain"]
+    assert sum(line.startswith("ahead") for line in logs["ahead"]) > 2 * 60, "two ranks, each ahead in most steps"
