@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from optimizer import state
 from optimizer.candidate import Candidate
 from optimizer.capturing import capture_tree
 from optimizer.judge import failures
@@ -100,13 +99,3 @@ def as_data(found: Explanation) -> dict[str, Any]:
         "row_shrank": found.row_shrank,
         "rows": {name: list(pair) for name, pair in found.rows.items()},
     }
-
-
-def calibration_curve(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Predicted, traced and measured saving per accepted attempt, for the report."""
-    rows = []
-    for attempt in state.attempts(lines):
-        if attempt.end is not None and attempt.end["kind"] == "accepted":
-            data = attempt.end["data"]
-            rows.append({k: data.get(k) for k in ("predicted_us", "traced_us", "measured_us")} | {"attempt": attempt.number})
-    return rows
