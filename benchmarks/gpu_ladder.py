@@ -52,16 +52,16 @@ CELLS = {
 PAGES = 4096
 
 
-def rungs(place: Path, model: Path) -> dict[str, LaunchSpec]:
-    """A tree for each rung, and how to start it. Raises SystemExit when a skill declines."""
+def rungs(place: Path, model: Path, more: tuple[tuple[str, tuple[str, ...]], ...] = ()) -> dict[str, LaunchSpec]:
+    """A tree for each rung, and how to start it on one GPU. Raises SystemExit when a skill declines."""
     skills = skillbook.load_all()
     target = load_target(REPO / "engine")
     files = [p for p in (REPO / "engine").glob("**/*.py") if "tiny_qwen3" not in p.parts]
     sources = {p.relative_to(REPO).as_posix(): p.read_text("utf-8") for p in files}
     found = {}
-    for name, wanted in RUNGS:
+    for name, wanted in (*RUNGS, *more):
         for skill in wanted:
-            rewrites = skillbook.run(skills[skill], sources, {"bound_us": 1.0, "id": ""})
+            rewrites = skillbook.run(skills[skill], sources, {"bound_us": 1.0, "id": "", "device": "cuda"})
             if isinstance(rewrites, str):
                 raise SystemExit(f"{skill} declined: {rewrites}")
             sources = rewrites[-1].after

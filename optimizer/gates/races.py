@@ -30,7 +30,7 @@ def delays(lab: Lab) -> GateResult:
     setup = perturb.perturbed(lab)
     server = lab.server(setup)
     requests = [Request(p, NEW_TOKENS) for p in lab.draw("delays", len(LENGTHS), LENGTHS, kinds=("random",))]
-    with _held_ranks(server) as held:
+    with held_ranks(server) as held:
         shaken = ask(server, requests, 120.0)
     repeats = [ask(server, requests) for _ in range(2)]
     result = passed("delays", "G20")
@@ -49,7 +49,7 @@ def delays(lab: Lab) -> GateResult:
 
 
 @contextlib.contextmanager
-def _held_ranks(server: Server):
+def held_ranks(server: Server):
     """SIGSTOP and SIGCONT to one rank after another, from a thread here; everyone runs again afterwards."""
     ranks = server.ranks() or server.processes()[-1:]
     done = threading.Event()

@@ -1,0 +1,145 @@
+"""The engine on several GPUs of one host: right against one GPU, timed and traced, replayed, and with ranks held up.
+
+    python -m benchmarks.gpu_ranks OUT --place DIR --tp 2 [--steps engines,delays,replays] [--only plain,ranks]
+
+Qwen3-8B dimensions, random bf16 weights, in the sandbox, over HTTP. Engines: plain on one GPU and on all, all GPU skills
+with the library's collectives, with steps launched ahead on every rank, and with all-reduces through symmetric memory.
+For each: median and mean step at batch 1 and 32, streams that equal the one-GPU engine's, and from a trace of every rank
+how long its all-reduces wait and transfer. Then the last engine: `delays` holds ranks up at random (SIGSTOP) and
+`replays` decodes `--replays` steps over all batch buckets, and both must give the tokens of the first time. One launch each,
+no interval: gains are the loop's to state. Microseconds of one all-reduce: `all_reduce.py`. Not for: accepting anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_engine import QWEN3_8B, emit
+from benchmarks.gpu_ladder import rungs
+from optimizer.confine.launch import Server, launch
+from optimizer.gates.races import held_ranks
+from optimizer.traffic.client import Request
+from optimizer.traffic.prompts import PromptSource
+from optimizer.truth import weights
+from optimizer.types import LaunchSpec, Stream
+from trace_diff.api import analyse, load
+
+MORE = (("ranks", ("overlap-scheduling",)), ("symmetric memory", ("custom-all-reduce",)))
+BUCKETS = (1, 2, 4, 8, 16, 24, 32)  # as cuda-graph-capture writes them
+CELLS = {"batch 1": (1, 65), "batch 32": (32, 33)}
+PROMPT = 24
+
+
+def engines(options: argparse.Namespace, model: Path) -> dict[str, LaunchSpec]:
+    """By name, the one-GPU reference first."""
+    found = rungs(options.place / "trees", model, MORE)
+    all_gpus = {"device": options.device, "tp": options.tp, "devices": tuple(range(options.tp)) if options.device == "cuda" else ()}
+    one = replace(found["plain"], label="plain, one", **{**all_gpus, "tp": 1, "devices": all_gpus["devices"][:1]})
+    named = {"one": one} | {name: replace(found[name], **all_gpus) for name in ("plain", "no host reads", "ranks", "symmetric memory")}
+    return named if options.device == "cuda" else {name: replace(spec, extra_args=()) for name, spec in named.items()}
+
+
+def served(server: Server, prompts: PromptSource, name: str, batch: int, new: int) -> list[Stream]:
+    """One batch of greedy streams; the same name gives every engine the same prompts. Raises SystemExit for an error."""
+    got = server.client.complete([Request(p, new) for p in prompts.draw(name, batch, PROMPT)], 300.0)
+    if errors := [s.error for s in got if s.error]:
+        raise SystemExit(f"{name}: {errors[0]}\n{server.log_tail(15)}")
+    return got
+
+
+def timed(server: Server, prompts: PromptSource, label: str, out: Path) -> tuple[list[Stream], dict[str, Any]]:
+    """Both cells three times (the last counts), then a trace of every rank."""
+    streams: list[Stream] = []
+    row: dict[str, Any] = {"engine": label, "start_s": round(server.start_s, 2), "all_reduce": server.metadata.get("all_reduce_backend")}
+    for cell, (batch, new) in CELLS.items():
+        for turn in range(3):
+            got = served(server, prompts, f"{cell}/{turn}", batch, new)
+        gaps = [(b - a) / 1e6 for s in got for a, b in zip(s.arrivals_ns[1:], s.arrivals_ns[2:], strict=False)]
+        row[f"{cell}, median ms"], row[f"{cell}, mean ms"] = round(statistics.median(gaps), 3), round(statistics.fmean(gaps), 3)
+        streams += got
+    server.client.start_profile(record_shapes=True)
+    served(server, prompts, "trace", 1, 10)
+    server.client.stop_profile()
+    files = server.collect_traces(out / label.replace(" ", "-"))
+    return streams, row | collectives(files)
+
+
+def collectives(files: list[Path]) -> dict[str, Any]:
+    """Microseconds of a decode step that collectives wait and transfer, by rank; nothing on one rank."""
+    if len(files) < 2:
+        return {}
+    means = analyse(load(sorted(files))).breakdowns
+    return {
+        f"{what}_us": {rank: round(sum(getattr(row, f"{what}_ns") or 0.0 for row in mean.collectives) / 1e3, 1) for rank, mean in sorted(means.items())}
+        for what in ("wait", "transfer")
+    }
+
+
+def delayed(server: Server, prompts: PromptSource) -> Iterator[dict[str, Any]]:
+    """Batches while ranks are stopped and let go at random: the tokens stay."""
+    for batch in (1, 8, 32):
+        first = served(server, prompts, f"delays/{batch}", batch, 40)
+        with held_ranks(server) as held:
+            again = served(server, prompts, f"delays/{batch}", batch, 40)
+        same = sum(a.token_ids == b.token_ids for a, b in zip(first, again, strict=True))
+        yield {"delays": f"batch {batch}", "holds": held[0], "same": same, "streams": batch}
+
+
+def replayed(server: Server, prompts: PromptSource, replays: int) -> Iterator[dict[str, Any]]:
+    """The same prompts again and again in every bucket, until so many decode steps have run."""
+    new = 101
+    for batch in BUCKETS:
+        first, steps, wrong, began = None, 0, 0, time.monotonic()
+        while steps < replays / len(BUCKETS):
+            got = [s.token_ids for s in served(server, prompts, f"replays/{batch}", batch, new)]
+            first = first or got
+            wrong += sum(a != b for a, b in zip(first, got, strict=True))
+            steps += new - 1
+        yield {"replays": f"batch {batch}", "steps": steps, "streams that differ": wrong, "seconds": round(time.monotonic() - began, 1)}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--place", type=Path, required=True, help="folder on a disk with 20 GB")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--model", type=Path, default=None, help="folder with weights; random ones of Qwen3-8B's shape if left out")
+    parser.add_argument("--steps", default="engines,delays,replays")
+    parser.add_argument("--only", default="one,plain,no host reads,ranks,symmetric memory", help="engines; the last one is held up and replayed")
+    parser.add_argument("--replays", type=int, default=10_000)
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    model = options.model
+    if model is None:
+        (options.place / "config").mkdir(parents=True, exist_ok=True)
+        (options.place / "config" / "config.json").write_text(json.dumps(QWEN3_8B))
+        model = weights.write_random(options.place / "config", options.place / "weights", 7)
+    found = engines(options, model)
+    names = options.only.split(",")
+    if unknown := sorted(set(names) - found.keys()):
+        sys.exit(f"no engine {', '.join(unknown)}; there are: {', '.join(found)}")
+    prompts, kept = PromptSource(b"not secret: a look", model), {}
+    for name in names:
+        with launch(found[name]) as server:
+            if "engines" in options.steps:
+                kept[name], row = timed(server, prompts, name, options.out)
+                pairs = zip(kept[name], kept[names[0]], strict=True)
+                emit(row | {f"streams as {names[0]}'s": f"{sum(a.token_ids == b.token_ids for a, b in pairs)} of {len(kept[name])}"})
+            if name == names[-1]:
+                for row in delayed(server, prompts) if "delays" in options.steps else ():
+                    emit(row)
+                for row in replayed(server, prompts, options.replays) if "replays" in options.steps else ():
+                    emit(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The scripts for several GPUs, over gloo with the tiny model: they run, and say what they are read for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import all_reduce, gpu_ranks
+
+
+def _rows(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def test_engines_on_two_ranks_are_compared_with_one_held_up_and_replayed(repo, tmp_path, capfd) -> None:
+    model = repo / "engine/tiny_qwen3"
+    gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--tp", "2", "--device", "cpu", "--model", str(model), "--only", "one,ranks", "--replays", "70"])
+    rows = _rows(capfd.readouterr().out)
+    one, ranks = rows[:2]
+    assert one["streams as one's"] == ranks["streams as one's"] == "33 of 33"
+    assert set(ranks["wait_us"]) == set(ranks["transfer_us"]) == {"0", "1"} and min(ranks["transfer_us"].values()) > 0
+    held = [r for r in rows if "delays" in r]
+    assert [r["same"] for r in held] == [r["streams"] for r in held] == [1, 8, 32] and sum(r["holds"] for r in held) > 0
+    replayed = [r for r in rows if "replays" in r]
+    assert len(replayed) == len(gpu_ranks.BUCKETS) and {r["streams that differ"] for r in replayed} == {0}
+    with pytest.raises(SystemExit, match="no engine nobody; there are: one, plain"):
+        gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--device", "cpu", "--model", str(model), "--only", "nobody"])
+
+
+def test_an_all_reduce_is_right_before_it_is_timed(capfd) -> None:
+    all_reduce.main(["--ranks", "2", "--device", "cpu", "--kib", "8,64", "--calls", "3", "--repeats", "2"])
+    rows = _rows(capfd.readouterr().out)
+    assert [(r["kib"], r["way"]) for r in rows] == [(8, "gloo"), (64, "gloo")]
+    assert all(r["wrong"] == 0 and r["us_range"][0] <= r["us"] <= r["us_range"][1] for r in rows)
