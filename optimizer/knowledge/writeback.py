@@ -1,7 +1,8 @@
 """What a run taught, as proposed knowledge entries: filled from the ledger and the run's repository alone.
 
-An accepted series gives one entry per patch (enablers as such); an attempt whose effect could not be shown gives
-one that says so. Entries lie in the run's own folder until a person decides (review/). Not for: deciding, or
+An accepted series gives one entry per patch (enablers as such); an attempt whose measurement rules out a gain that is
+worth having gives one that says so. Where the interval leaves room for such a gain nothing was learned: that a loud machine
+could not resolve an effect is no knowledge about the patch. Entries lie in the run's own folder until a person decides (review/). Not for: deciding, or
 anything that a running proposer reads.
 """
 
@@ -34,7 +35,9 @@ from optimizer.state import Attempt
 from optimizer.types import RejectReason, Stage, Verdict
 
 FOLDER = "knowledge"  # in the run's folder
-NO_EFFECT = {RejectReason.NO_GAIN, RejectReason.GUARD, RejectReason.NOT_ACTIVATED}
+NO_USE = {RejectReason.GUARD, RejectReason.NOT_ACTIVATED}  # whatever the target metric said
+NO_EFFECT = NO_USE | {RejectReason.NO_GAIN}
+WORTH_HAVING = 0.9  # of the incumbent's time: an interval that reaches it leaves the question open
 SAYS_NOTHING = {RejectReason.INFRASTRUCTURE, RejectReason.NO_BUDGET, RejectReason.DECLINED, RejectReason.SEAL}
 
 
@@ -104,7 +107,8 @@ def entries_of(run: Run, lines: Sequence[Line], attempt: Attempt) -> list[Entry]
     reason = RejectReason(end["data"]["reason"]) if end["data"].get("reason") else None
     if attempt.verdict is Verdict.PARKED or reason in SAYS_NOTHING:
         return []
-    if attempt.verdict is Verdict.UNDECIDED or reason in NO_EFFECT:
+    unresolved = attempt.verdict is Verdict.UNDECIDED or reason is RejectReason.NO_GAIN
+    if reason in NO_USE or (unresolved and _ruled_out(attempt)):
         return [_without_effect(run, lines, attempt)]
     return []  # a faulty patch is a failed variant of its mechanism, not knowledge about it
 
@@ -141,10 +145,21 @@ def _accepted(run: Run, lines: Sequence[Line], attempt: Attempt, at: int) -> Ent
     )
 
 
+def _measured(attempt: Attempt) -> dict[str, Any] | None:
+    """What the last stage that was reached says of the whole series."""
+    return next((d for kind in ("confirmed", "decided", "screened") for d in attempt.data(kind) if d.get("member") is None), None)
+
+
+def _ruled_out(attempt: Attempt) -> bool:
+    """Whether the measurement excludes a gain that is worth having."""
+    measured = _measured(attempt)
+    return measured is not None and bool(measured.get("pairs")) and measured["ci95"][0] > WORTH_HAVING
+
+
 def _without_effect(run: Run, lines: Sequence[Line], attempt: Attempt) -> Entry:
     assert attempt.end is not None
     proposed, data = attempt.data("proposed")[-1], attempt.end["data"]
-    measured = next((d for kind in ("confirmed", "decided", "screened") for d in attempt.data(kind)), None)
+    measured = _measured(attempt)
     gain = None
     if measured is not None and measured.get("pairs"):
         gain = Gain(ratio=measured["ratio"], ci95=tuple(measured["ci95"]), pairs=measured["pairs"])

@@ -6,6 +6,7 @@ import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -184,6 +185,23 @@ def test_an_accepted_patch_becomes_a_proposed_entry_filled_from_the_ledger(tmp_p
     assert any(k.startswith("after") for k in win.evidence.traces) and any(k.startswith("before") for k in win.evidence.traces)
     assert not found[2].helps and "No effect" in found[2].title
     assert check([win, found[2]]) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "ruled_out"),
+    [
+        ([("screened", None, [0.50, 1.10]), ("decided", None, [0.63, 1.10])], False),  # a loud machine: 20 % may well be there
+        ([("screened", None, [0.50, 1.10]), ("decided", None, [0.95, 1.04])], True),
+        ([("screened", None, [0.93, 1.30])], True),
+        ([("screened", 0, [0.97, 1.02])], False),  # of an enabler alone: nothing of the series
+        ([], False),
+    ],
+)
+def test_what_could_not_be_resolved_is_no_knowledge(stages, ruled_out) -> None:
+    """Once an undecided +20 % became `brings nothing`, and the next engine never tried the patch that pays there."""
+    measured = {kind: [{"member": member, "pairs": 4, "ci95": ci}] for kind, member, ci in stages}
+    attempt: Any = SimpleNamespace(data=lambda kind: measured.get(kind, []))
+    assert writeback._ruled_out(attempt) is ruled_out
 
 
 def test_the_step_before_is_that_of_the_engine_which_the_patch_was_tried_on(tmp_path: Path) -> None:
