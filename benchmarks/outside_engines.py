@@ -90,7 +90,7 @@ def outcome(place: Path) -> dict[str, Any] | None:
         if line["kind"] == "gate" and data["gate"] != "all":
             found["gates"] += bool(data["passed"])
             found["failed"] = found["failed"] or ("" if data["passed"] else data["gate"])
-        elif line["kind"] in ("screened", "decided", "confirmed"):
+        elif line["kind"] in ("screened", "decided", "confirmed") and line["attempt"] is not None:  # not the ablation's
             found |= {"ratio": data.get("ratio"), "ci95": data.get("ci95"), "pairs": data.get("pairs")}
         elif line["kind"] in ("accepted", "rejected", "undecided", "parked"):
             found |= {"verdict": line["kind"], "why": str(data.get("detail") or data.get("reason") or "")}
