@@ -6,6 +6,8 @@ Pure functions on texts and syntax trees, as in `codemod_tools.py`. Not for: cho
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import codemod_tools as t
 import libcst as cst
 
@@ -133,6 +135,18 @@ def local_names(text: str, file: str, sources: t.Sources) -> str:
     """A template's imports of `engine.x`, spelt as the folder of `file` is imported."""
     folder = file.rpartition("/")[0].replace("/", ".")
     return text if folder == "engine" else text.replace("from engine.", f"from {folder}." if folder else "from ")
+
+
+def replaced(text: str, pairs: Iterable[tuple[str, str]], file: str, sources: t.Sources) -> tuple[str, str | None]:
+    """The text with each pair's first part, found once, replaced by the second; and the first that was not found so.
+
+    The pairs are spelt like a template: see `local_names`.
+    """
+    for old, new in ((local_names(a, file, sources), local_names(b, file, sources)) for a, b in pairs):
+        if text.count(old) != 1:
+            return text, old
+        text = text.replace(old, new)
+    return text, None
 
 
 def imported(tree: cst.Module, file: str, sources: t.Sources, module: str) -> cst.Module:

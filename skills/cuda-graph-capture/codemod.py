@@ -2,8 +2,8 @@
 short steps with prompts, per bucket of tokens.
 
 A series, each member passing alone: attention that reads no length on the host; the graphs; graphs for prompts. The
-first is left out where it is there already. Looked for: a runner whose method turns a plan of context and generation items into logits by
-`prepare`, the model and `compute_logits`.
+first is left out where it is there already. Looked for: a runner whose method turns a plan of context and generation
+items into logits by `prepare`, the model and `compute_logits`.
 """
 
 from __future__ import annotations
@@ -292,11 +292,8 @@ def _prompts(sources: dict[str, str]) -> dict | None:
     for file, text in sources.items():
         if not file.endswith("decode_graphs.py"):
             continue
-        for old, new in PROMPTS:
-            if text.count(old) != 1:
-                return None
-            text = text.replace(old, new)
-        if not t.parse_all(sources, "num_context_tokens: int"):
+        text, missing = gpu.replaced(text, PROMPTS, file, sources)
+        if missing is not None or not t.parse_all(sources, "num_context_tokens: int"):
             return None
         last = _member({file: text}, "Replay steps with short prompts as CUDA graphs too, one per bucket of tokens", 0.0,
                        "a row of a prompt reads no position after its own", "prompts beyond 512 tokens a step are computed as before")  # fmt: skip

@@ -211,11 +211,9 @@ def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
 def _first(sources: dict[str, str], function: t.Function, graphs: str, finding: dict) -> dict:
     """One rank launches ahead."""
     file = function.file
-    changed = sources[graphs]
-    for old, new in ((gpu.local_names(a, file, sources), gpu.local_names(b, file, sources)) for a, b in GRAPHS):
-        if changed.count(old) != 1:
-            return {"declined": f"{graphs} is not as cuda-graph-capture wrote it: {old.strip().splitlines()[0][:60]!r}"}
-        changed = changed.replace(old, new)
+    changed, missing = gpu.replaced(sources[graphs], GRAPHS, file, sources)
+    if missing is not None:
+        return {"declined": f"{graphs} is not as cuda-graph-capture wrote it: {missing.strip().splitlines()[0][:60]!r}"}
     return {
         "sources": {graphs: changed.rstrip() + "\n" + AHEAD, file: _runner(sources[file], function)} | _pages(sources),
         "mechanism": "overlap-scheduling",
@@ -233,15 +231,10 @@ def _first(sources: dict[str, str], function: t.Function, graphs: str, finding: 
 
 def _several(sources: dict[str, str], graphs: str, finding: dict) -> dict:
     """The second patch, once steps are launched ahead on one rank."""
-    already = {"declined": "the next step is launched ahead already"}
-    changed = sources[graphs]
-    for old, new in ((gpu.local_names(a, graphs, sources), gpu.local_names(b, graphs, sources)) for a, b in SEVERAL):
-        if changed.count(old) != 1:
-            return already
-        changed = changed.replace(old, new)
+    changed, missing = gpu.replaced(sources[graphs], SEVERAL, graphs, sources)
     plans, told = _flags(sources), _telling(sources)
-    if plans is None or told is None:
-        return already
+    if missing is not None or plans is None or told is None:
+        return {"declined": "the next step is launched ahead already"}
     return {
         "sources": {graphs: changed} | plans | told,
         "mechanism": "overlap-scheduling",
@@ -265,19 +258,14 @@ def _flags(sources: dict[str, str]) -> dict[str, str] | None:
 
 def _telling(sources: dict[str, str]) -> dict[str, str] | None:
     """The scheduler, which fills them."""
-    for file, tree in t.parse_all(sources, "_grow_running()").items():
-        for function in t.functions({file: tree}):
-            body = list(function.statements())
-            grown = next((p[0] for s in body if (p := t.assigned(s)) and t.code(p[1]) == "self._grow_running()"), None)
-            call = next((p[1] for s in body if (p := t.assigned(s)) and t.code(p[1]).startswith("StepPlan(")), None)
-            if grown is None or not isinstance(call, cst.Call) or "_plain" in sources[file]:
-                continue
-            flags = (f"greedy=all(_plain(s) for s in {grown})", f"goes_on=all(len(s.output_ids) + 1 < s.params.max_tokens for s in {grown})")
-            told = _with_arguments(sources[file], "StepPlan(", flags)
-            folder = file.rpartition("/")[0].replace("/", ".")
-            tree = t.add_import(cst.parse_module(told), f"from {folder}.sampler import GREEDY_BELOW" if folder else "from sampler import GREEDY_BELOW")
-            return {file: tree.code.rstrip() + "\n" + PLAIN}
-    return None
+    place = _scheduling(sources)
+    if place is None or "_plain" in sources[place[0].file]:
+        return None
+    function, grown, *_ = place
+    flags = (f"greedy=all(_plain(s) for s in {grown})", f"goes_on=all(len(s.output_ids) + 1 < s.params.max_tokens for s in {grown})")
+    told = cst.parse_module(_with_arguments(sources[function.file], "StepPlan(", flags))
+    line = gpu.local_names("from engine.sampler import GREEDY_BELOW", function.file, sources)
+    return {function.file: t.add_import(told, line).code.rstrip() + "\n" + PLAIN}
 
 
 def _with_arguments(text: str, call: str, more: tuple[str, ...]) -> str:
@@ -296,20 +284,28 @@ def _with_arguments(text: str, call: str, more: tuple[str, ...]) -> str:
 
 def _pages(sources: dict[str, str]) -> dict[str, str]:
     """The scheduler, giving each running sequence its next page a step early; nothing where it is not recognised."""
-    for file, tree in t.parse_all(sources, "_grow_running()").items():
-        for function in t.functions({file: tree}):
-            body = list(function.statements())
-            grown = next((p[0] for s in body if (p := t.assigned(s)) and t.code(p[1]) == "self._grow_running()"), None)
-            plan = next((s for s in body if (p := t.assigned(s)) and t.code(p[1]).startswith("StepPlan(")), None)
-            if grown is None or plan is None or "self.running.extend(" not in t.code(function.node):
-                continue
-            lines = (
-                f"for sequence in {grown}:  # the next step's page, so that it can be launched ahead\n"
-                "    if self.blocks.num_free > len(self.running):\n"
-                "        self.blocks.grow(sequence.block_table, len(sequence) + 1)\n"
-            )
-            return {file: t.replace(tree, t.before(plan, lines)).code}
-    return {}
+    place = _scheduling(sources)
+    if place is None:
+        return {}
+    function, grown, plan, tree = place
+    lines = (
+        f"for sequence in {grown}:  # the next step's page, so that it can be launched ahead\n"
+        "    if self.blocks.num_free > len(self.running):\n"
+        "        self.blocks.grow(sequence.block_table, len(sequence) + 1)\n"
+    )
+    return {function.file: t.replace(tree, t.before(plan, lines)).code}
+
+
+def _scheduling(sources: dict[str, str]) -> tuple[t.Function, str, cst.BaseStatement, cst.Module] | None:
+    """(the method that makes a plan, its name for the sequences that go on, the statement with the plan, its file's tree)."""
+    trees = t.parse_all(sources, "_grow_running()")
+    for function in t.functions(trees):
+        body = list(function.statements())
+        grown = next((p[0] for s in body if (p := t.assigned(s)) and t.code(p[1]) == "self._grow_running()"), None)
+        plan = next((s for s in body if (p := t.assigned(s)) and t.code(p[1]).startswith("StepPlan(")), None)
+        if grown is not None and plan is not None and "self.running.extend(" in t.code(function.node):
+            return function, grown, plan, trees[function.file]
+    return None
 
 
 def _place(sources: dict[str, str]) -> tuple[t.Function, str] | str:
