@@ -78,6 +78,14 @@ def rungs(place: Path, model: Path, more: tuple[tuple[str, tuple[str, ...]], ...
     return found
 
 
+def random_model(place: Path) -> Path:
+    """Qwen3-8B's shape with random weights, written to the place once."""
+    config = place / "config"
+    config.mkdir(parents=True, exist_ok=True)
+    (config / "config.json").write_text(json.dumps(QWEN3_8B))
+    return weights.write_random(config, place / "weights", 7)
+
+
 def climb(server: Server, name: str, prompts: PromptSource, out: Path) -> tuple[list[Stream], dict[str, Any]]:
     """Every cell three times (the last is kept), then a trace of batch 1."""
     streams: list[Stream] = []
@@ -114,10 +122,7 @@ def main() -> None:
     if options.out is None:
         parser.error("OUT is needed unless --build is given")
     began = time.monotonic()
-    config = options.place / "config"
-    config.mkdir(parents=True, exist_ok=True)
-    (config / "config.json").write_text(json.dumps(QWEN3_8B))
-    model = weights.write_random(config, options.place / "weights", 7)
+    model = random_model(options.place)
     emit({"weights_s": round(time.monotonic() - began, 1)})
     prompts = PromptSource(b"not secret: a look", model)
     kept: dict[str, list[Stream]] = {}

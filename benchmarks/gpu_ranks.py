@@ -13,7 +13,6 @@ no interval: gains are the loop's to state. Microseconds of one all-reduce: `all
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,18 +21,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_engine import QWEN3_8B, emit
-from benchmarks.gpu_ladder import rungs
+from benchmarks.gpu_engine import emit
+from benchmarks.gpu_ladder import random_model, rungs
 from optimizer.confine.launch import Server, launch
 from optimizer.gates.races import held_ranks
 from optimizer.traffic.client import Request
 from optimizer.traffic.prompts import PromptSource
-from optimizer.truth import weights
 from optimizer.types import LaunchSpec, Stream
 from trace_diff.api import analyse, load
 
 MORE = (("ranks", ("overlap-scheduling",)), ("symmetric memory", ("custom-all-reduce",)))
 BUCKETS = (1, 2, 4, 8, 16, 24, 32)  # as cuda-graph-capture writes them
+STEPS = ("engines", "delays", "replays")
 CELLS = {"batch 1": (1, 65), "batch 32": (32, 33)}
 PROMPT = 24
 
@@ -113,31 +112,29 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--model", type=Path, default=None, help="folder with weights; random ones of Qwen3-8B's shape if left out")
-    parser.add_argument("--steps", default="engines,delays,replays")
+    parser.add_argument("--steps", default=",".join(STEPS))
     parser.add_argument("--only", default="one,plain,no host reads,ranks,symmetric memory", help="engines; the last one is held up and replayed")
     parser.add_argument("--replays", type=int, default=10_000)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    model = options.model
-    if model is None:
-        (options.place / "config").mkdir(parents=True, exist_ok=True)
-        (options.place / "config" / "config.json").write_text(json.dumps(QWEN3_8B))
-        model = weights.write_random(options.place / "config", options.place / "weights", 7)
+    steps, names = options.steps.split(","), options.only.split(",")
+    if unknown := sorted(set(steps) - set(STEPS)):
+        sys.exit(f"no step {', '.join(unknown)}; there are: {', '.join(STEPS)}")
+    model = options.model or random_model(options.place)
     found = engines(options, model)
-    names = options.only.split(",")
     if unknown := sorted(set(names) - found.keys()):
         sys.exit(f"no engine {', '.join(unknown)}; there are: {', '.join(found)}")
     prompts, kept = PromptSource(b"not secret: a look", model), {}
     for name in names:
         with launch(found[name]) as server:
-            if "engines" in options.steps:
+            if "engines" in steps:
                 kept[name], row = timed(server, prompts, name, options.out)
                 pairs = zip(kept[name], kept[names[0]], strict=True)
                 emit(row | {f"streams as {names[0]}'s": f"{sum(a.token_ids == b.token_ids for a, b in pairs)} of {len(kept[name])}"})
             if name == names[-1]:
-                for row in delayed(server, prompts) if "delays" in options.steps else ():
+                for row in delayed(server, prompts) if "delays" in steps else ():
                     emit(row)
-                for row in replayed(server, prompts, options.replays) if "replays" in options.steps else ():
+                for row in replayed(server, prompts, options.replays) if "replays" in steps else ():
                     emit(row)
 
 

@@ -73,9 +73,14 @@ def calibrate(pairs: Sequence[Pair]) -> dict[str, float]:
     return {n: stats.robust_sd(v) for n, v in sample.items() if v.size >= 2}
 
 
+def stated_margin(name: str, calibration: Calibration) -> float:
+    """What a person stated for this run, else the usual margin."""
+    return calibration.guard_margins.get(name, base_margin(name))
+
+
 def margin(name: str, calibration: Calibration, n: int) -> tuple[float, float]:
     """(margin, power) of a guard with n pairs. Without a calibrated SD: the stated margin, power NaN."""
-    base = calibration.guard_margins.get(name, base_margin(name))
+    base = stated_margin(name, calibration)
     sd = calibration.guard_sds.get(name)
     df = calibration.pairs - 1
     if sd is None or df < 1:
@@ -105,7 +110,7 @@ def _one(name: str, pairs: Sequence[Pair], calibration: Calibration, target_rati
     v = values(name, pairs)
     n = v.size
     if n == 0:
-        return Guard(name, GuardState.UNDECIDED, float("nan"), float("nan"), margin(name, calibration, 1)[0], float("nan"), 0)
+        return Guard(name, GuardState.UNDECIDED, float("nan"), float("nan"), stated_margin(name, calibration), float("nan"), 0)
     fraction = name.endswith("_fraction")
     m, power = margin(name, calibration, n)
     bar = m if fraction else float(np.log1p(m))

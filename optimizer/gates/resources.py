@@ -36,14 +36,26 @@ def ranks(lab: Lab) -> GateResult:
     server = lab.server(setup)
     got = mixed.Mixed()
     seen, worked = [server.census()], _work(server)
-    for part in range(2):
-        mixed.send(lab, setup, f"ranks{part}", got, long=part == 0)
-        seen.append(settled(server, seen[0]))
-    lab.notes["census"] = seen[-1] | {"rss_bytes": min(now["rss_bytes"] for now in seen[1:])}
+    seen += _two_parts(lab, setup, server, got, seen[0])
+    lab.notes["census"] = _held(seen[1:])
     result = _flat("resources", seen, PAGED_SLOPE_BYTES * setup.tp, warm=1)  # long prompts touch pages of a large cache
     if result.passed and (idle := _idle_rank(lab, setup, worked, _work(server))):
         return parked("resources", "G18", RejectReason.WITNESS, idle, **result.facts)
     return _with_tokens(lab, setup, got, result, f"at TP {setup.tp}")
+
+
+def _two_parts(lab: Lab, setup: Setup, server: Server, got: mixed.Mixed, before: dict[str, int]) -> list[dict[str, int]]:
+    """Mixed traffic twice, long prompts in the first part; a census after each."""
+    seen = []
+    for part in range(2):
+        mixed.send(lab, setup, f"ranks{part}", got, long=part == 0)
+        seen.append(settled(server, before))
+    return seen
+
+
+def _held(seen: list[dict[str, int]]) -> dict[str, int]:
+    """The last census, with the least memory of any: an allocator may give back late."""
+    return seen[-1] | {"rss_bytes": min(now["rss_bytes"] for now in seen)}
 
 
 def _work(server: Server) -> list[float]:
@@ -131,11 +143,7 @@ def against_incumbent(lab: Lab) -> GateResult:
         return passed("memory", "G19", "not compared: the candidate's memory was not taken")
     setup = lab.setup(arm="incumbent", weights="perturbed")
     server = lab.server(setup)
-    seen = []
-    for part in range(2):
-        mixed.send(lab, setup, f"ranks{part}", mixed.Mixed(), long=part == 0)
-        seen.append(settled(server, mine))
-    theirs = seen[-1] | {"rss_bytes": min(now["rss_bytes"] for now in seen)}
+    theirs = _held(_two_parts(lab, setup, server, mixed.Mixed(), mine))
     facts = {name: (mine[name], theirs[name]) for name in theirs}
     wrong = None
     for what, kind in (("rss_bytes", "resident"), ("stored_bytes", "in files of memory"), ("peak_bytes", "at the most")):
