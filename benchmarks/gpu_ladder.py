@@ -40,6 +40,7 @@ RUNGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ahead", ("overlap-scheduling",)),
     ("inference", ("inference-mode",)),
     ("no host reads", ("remove-host-reads",)),
+    ("last rows", ("last-layer-rows",)),
 )
 CELLS = {
     "batch 1": ([128], 65),

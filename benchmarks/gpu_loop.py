@@ -4,7 +4,8 @@
 
 Begins a run in DIR/run on Qwen3-8B dimensions with random bf16 weights, or goes on with the one that is there. After
 `--seconds` it asks the loop to stop after its present step, as Ctrl-C does; then OUT/run.tgz holds the run without
-weights and traces, OUT/traces.tgz the traces. What to call when is in docs/gpu.md. Not for: a machine that stays; there
+weights and traces, OUT/traces.tgz the traces. Both unpacked in DIR of another machine, it goes on there: the weights are
+drawn again from the run's seed, and another environment is calibrated anew. What to call when is in docs/gpu.md. Not for: a machine that stays; there
 `optimize` and `optimize resume` do the same.
 """
 
@@ -27,7 +28,7 @@ from benchmarks.gpu_engine import QWEN3_8B
 from optimizer import fingerprint, gates, run, seal, start, summary
 from optimizer.gates.context import Lab
 from optimizer.loop import Loop
-from optimizer.resume import reopen
+from optimizer.resume import reopen, weights_there
 from optimizer.run import Limits, Run
 from optimizer.services import Interrupted
 from optimizer.session import greet, interruptible
@@ -65,6 +66,8 @@ def go_on(options: argparse.Namespace, console: Console) -> Run:
     seal.verify()
     if seal.digest() != want.gates_digest:
         raise SystemExit("this run was judged under another seal; a new one has to begin")
+    if note := weights_there(found):
+        console.print(note, highlight=False)
     environment = fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices)
     for note in reopen(found, environment, Limits(wall_minutes=options.minutes)):
         console.print(note, highlight=False)

@@ -5,12 +5,35 @@ Not for: going on with it (loop.py does, by the ledger alone).
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
 from optimizer import state
-from optimizer.run import Limits, Run
+from optimizer.run import MODEL_CONFIG, Limits, Run, RunError
+from optimizer.truth import weights
 from optimizer.verdicts import follow
+
+
+def weights_there(run: Run) -> str | None:
+    """See that the run's weights are there; random ones are drawn from its seed again. Returns a note where they were.
+
+    Raises RunError where they cannot be had, or are others than the run's.
+    """
+    want = run.request
+    note = None
+    if want.weights_seed is not None and not any(want.model_dir.glob("*.safetensors")):
+        config = want.model_dir.with_name("config")
+        try:
+            config.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(run.dir / MODEL_CONFIG, config / "config.json")
+            weights.write_random(config, want.model_dir, want.weights_seed)
+        except OSError as error:
+            raise RunError(f"the weights of run {want.id} are not in {want.model_dir} and cannot be written there: {error}") from error
+        note = f"the weights were not there; drawn again from seed {want.weights_seed}"
+    if weights.digest(want.model_dir) != want.weights_sha256:
+        raise RunError(f"the weights in {want.model_dir} are not those of run {want.id}")
+    return note
 
 
 def reopen(run: Run, environment: dict[str, Any], limits: Limits | None = None) -> list[str]:

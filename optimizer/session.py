@@ -15,10 +15,9 @@ from rich.console import Console
 
 from optimizer import state, summary
 from optimizer.loop import Loop
-from optimizer.resume import reopen
+from optimizer.resume import reopen, weights_there
 from optimizer.run import Limits, Run, RunError
 from optimizer.services import Interrupted
-from optimizer.truth import weights
 from optimizer.view import Terminal
 
 DONE, STOPPED = 0, 130
@@ -83,10 +82,10 @@ def take_up(run: Run, limits: Limits, console: Console) -> int:
     seal.verify()
     if seal.digest() != want.gates_digest:
         raise RunError(f"run {want.id} was judged under another seal; start a new run")
-    if weights.digest(want.model_dir) != want.weights_sha256:
-        raise RunError(f"the weights in {want.model_dir} are not those of run {want.id}")
+    drawn = weights_there(run)
     environment = fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices)
-    notes = reopen(run, environment, limits)
+    notes = [drawn] if drawn else []
+    notes += reopen(run, environment, limits)
     greet(run, console)
     for note in notes:
         console.print(note, highlight=False)

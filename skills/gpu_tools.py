@@ -41,9 +41,7 @@ def decode_attention(
     return launch(q, k, v, tables, lengths) if on_gpu else reference(q, k, v, tables, lengths)
 
 
-def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """The same by gathering whole pages and masking what lies past each length."""
     k, v = k[tables].flatten(1, 2), v[tables].flatten(1, 2)
     mask = torch.arange(k.shape[1], device=q.device) < lengths.unsqueeze(1)
@@ -52,9 +50,7 @@ def reference(
     return out.flatten(1, 2)
 
 
-def launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
+def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     count, heads, size = q.shape
     parts = min(MOST_PARTS, triton.next_power_of_2(max(2, 64 // count)))
     q, (page, kv_heads) = q.contiguous(), k.shape[1:3]
@@ -78,12 +74,15 @@ if triton is not None:
     def paged_attention_parts(q, k, v, tables, lengths, partial, sums, ended, out, table_row, scale, PAGE: tl.constexpr,
                KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
                TOKENS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        if PDL:  # the next kernel may be set up; what this one reads must be there
+        if PDL:  # the next kernel may be set up
             tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        length = tl.load(lengths + sequence).to(tl.int32)
+        length = tl.load(lengths + sequence).to(tl.int32)  # a step's numbers were there before its first kernel
         span = tl.cdiv(tl.cdiv(length, PARTS), TOKENS) * TOKENS
+        row, position = tables + sequence * table_row, part * span + tl.arange(0, TOKENS)
+        block = tl.load(row + position // PAGE, mask=position < length, other=0)
+        if PDL:  # queries, and the newest keys and values, must be there
+            tl.extra.cuda.gdc_wait()
         if part * span < length:
             last = tl.minimum((part + 1) * span, length)
             rows, d, t = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, TOKENS)
@@ -93,8 +92,9 @@ if triton is not None:
             for start in range(part * span, last, TOKENS):
                 position = start + t
                 inside = position < last
-                block = tl.load(tables + sequence * table_row + position // PAGE, mask=inside, other=0).to(tl.int64)
-                place = ((block * PAGE + position % PAGE) * KV + head) * D
+                if start > part * span:
+                    block = tl.load(row + position // PAGE, mask=inside, other=0)
+                place = ((block.to(tl.int64) * PAGE + position % PAGE) * KV + head) * D
                 keys = tl.load(k + place[None, :] + d[:, None], mask=inside[None, :], other=0.0)
                 values = tl.load(v + place[:, None] + d[None, :], mask=inside[:, None], other=0.0)
                 scores = tl.where(inside[None, :], tl.dot(query, keys) * scale, float("-inf"))

@@ -133,39 +133,43 @@ if triton is not None:
     @triton.jit
     def fused_qk_norm_rope(q, k, v, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, k_cache, v_cache,
                 q_row, k_row, v_row, eps, HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-        if PDL:  # the next kernel may be set up; what this one reads must be there
+        if PDL:  # the next kernel may be set up
             tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
         t, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF)
+        slot = tl.load(slots + t)  # a step's numbers were there before its first kernel: read while the one before this ends
         angle = tl.load(positions + t) * 2 * HALF + i  # both halves of a row of the tables are the same
         kind = q_out.dtype.element_ty
         c, s = tl.load(cos + angle).to(kind).to(tl.float32), tl.load(sin + angle).to(kind).to(tl.float32)
+        weight = (q_weight if head < HEADS else k_weight) + i
+        first, second = tl.load(weight).to(tl.float32), tl.load(weight + HALF).to(tl.float32)
+        if PDL:  # q, k and v must be there
+            tl.extra.cuda.gdc_wait()
         if head < HEADS:
-            a, b = _turn(q + t * q_row + head * 2 * HALF + i, q_weight + i, c, s, eps, kind, HALF)
+            a, b = _turn(q + t * q_row + head * 2 * HALF + i, first, second, c, s, eps, kind, HALF)
             at = q_out + (t * HEADS + head) * 2 * HALF + i
             tl.store(at, a)
             tl.store(at + HALF, b)
         else:
             head -= HEADS
-            a, b = _turn(k + t * k_row + head * 2 * HALF + i, k_weight + i, c, s, eps, kind, HALF)
-            at, slot = k_out + (t * KV + head) * 2 * HALF + i, (tl.load(slots + t) * KV + head) * 2 * HALF + i
+            a, b = _turn(k + t * k_row + head * 2 * HALF + i, first, second, c, s, eps, kind, HALF)
+            at, to = k_out + (t * KV + head) * 2 * HALF + i, (slot * KV + head) * 2 * HALF + i
             tl.store(at, a)
             tl.store(at + HALF, b)
-            tl.store(k_cache + slot, a)
-            tl.store(k_cache + slot + HALF, b)
+            tl.store(k_cache + to, a)
+            tl.store(k_cache + to + HALF, b)
             value = v + t * v_row + head * 2 * HALF + i
-            tl.store(v_cache + slot, tl.load(value))
-            tl.store(v_cache + slot + HALF, tl.load(value + HALF))
+            tl.store(v_cache + to, tl.load(value))
+            tl.store(v_cache + to + HALF, tl.load(value + HALF))
 
     @triton.jit
-    def _turn(x, weight, c, s, eps, kind: tl.constexpr, HALF: tl.constexpr):
+    def _turn(x, first, second, c, s, eps, kind: tl.constexpr, HALF: tl.constexpr):
         a, b = tl.load(x).to(tl.float32), tl.load(x + HALF).to(tl.float32)
         scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / (2 * HALF) + eps)
-        a = ((a * scale).to(kind).to(tl.float32) * tl.load(weight).to(tl.float32)).to(kind).to(tl.float32)
-        b = ((b * scale).to(kind).to(tl.float32) * tl.load(weight + HALF).to(tl.float32)).to(kind).to(tl.float32)
-        first = (a * c).to(kind).to(tl.float32) + (-b * s).to(kind).to(tl.float32)
-        second = (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)
-        return first.to(kind), second.to(kind)
+        a = ((a * scale).to(kind).to(tl.float32) * first).to(kind).to(tl.float32)
+        b = ((b * scale).to(kind).to(tl.float32) * second).to(kind).to(tl.float32)
+        turned = (a * c).to(kind).to(tl.float32) + (-b * s).to(kind).to(tl.float32)
+        other = (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)
+        return turned.to(kind), other.to(kind)
 '''
 
 ACTIVATION = '''"""silu(gate) * up in one kernel, beside the operators that it stands for; rounds where they round."""

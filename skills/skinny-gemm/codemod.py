@@ -103,9 +103,8 @@ def gated(x: torch.Tensor, weight: torch.Tensor, silu_mul: Callable[[torch.Tenso
     one_row = triton is not None and x.is_cuda and x.shape[0] == 1 and x.dim() == 2
     if not one_row or inputs % 512 or not weight.is_contiguous() or weight.element_size() != 2:
         return silu_mul(*linear(x, weight).chunk(2, dim=-1))
-    out, step = x.new_empty((1, outputs)), next(s for s in (1024, 512) if inputs % s == 0)
-    pdl = torch.cuda.get_device_capability(x.device) >= (9, 0)
-    skinny_gated_gemv[(outputs,)](x, weight, out, outputs, K=inputs, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=8)
+    out, pdl = x.new_empty((1, outputs)), torch.cuda.get_device_capability(x.device) >= (9, 0)
+    skinny_gated_gemv[(outputs,)](x, weight, out, outputs, K=inputs, STEP=512, PDL=pdl, launch_pdl=pdl, num_warps=8)
     return out
 
 

@@ -14,9 +14,10 @@ from loop_fakes import Fakes, new_run
 from optimizer import state
 from optimizer.ledger import Ledger
 from optimizer.loop import Loop
-from optimizer.resume import reopen
+from optimizer.resume import reopen, weights_there
 from optimizer.review.admit import admit
-from optimizer.run import Run, RunError, load
+from optimizer.run import MODEL_CONFIG, Run, RunError, load
+from optimizer.truth import weights
 
 SCRIPT = [fake.WIN, fake.NO_OP, fake.one(fake.speed(500, was=700))]
 ENDS = ("accepted", "rejected", "undecided", "parked")
@@ -221,3 +222,25 @@ def test_a_parked_patch_that_a_person_admits_is_judged_when_the_run_is_resumed(t
     assert [p["admits"] for p in proposed] == [None, 1]
     pairs = [x["data"]["stage"] for x in again.ledger.lines() if x["kind"] == "pair" and x["attempt"] == 2]
     assert pairs == [], "the same program against the same incumbent takes no new pairs"
+
+
+def test_on_another_machine_random_weights_are_drawn_again_from_the_seed(repo, tmp_path):
+    config = tmp_path / "config"
+    config.mkdir()
+    shutil.copyfile(repo / "engine" / "tiny_qwen3" / "config.json", config / "config.json")
+    place = tmp_path / "run" / "weights" / "dummy"
+    sha = weights.digest(weights.write_random(config, place, 5))
+    run = new_run(tmp_path / "run", model_dir=place, weights_seed=5, weights_sha256=sha)
+    shutil.copyfile(config / "config.json", run.dir / MODEL_CONFIG)
+    assert weights_there(run) is None
+    shutil.rmtree(place.parent)
+    assert "seed 5" in str(weights_there(run)) and weights.digest(place) == sha
+    shutil.rmtree(place.parent)
+    (run.dir / MODEL_CONFIG).unlink()
+    with pytest.raises(RunError, match="cannot be written there"):
+        weights_there(run)
+
+
+def test_other_weights_than_the_runs_are_refused(tmp_path):
+    with pytest.raises(RunError, match="are not those of run"):
+        weights_there(new_run(tmp_path / "run", weights_sha256="0" * 64))

@@ -11,4 +11,5 @@ ON_CPU = (
     "device-side-sampling",
     "batch-host-copies",
     "direct-kv-write",
+    "last-layer-rows",
 )

@@ -197,12 +197,13 @@ def _write(folder: Path, machine: Machine) -> Path:
     return path
 
 
-def _prefill_step(m: Machine, head_rows: int) -> None:
+def _prefill_step(m: Machine, head_rows: int, last_rows: int = 1) -> None:
     with m.annotate("execute_context_1(16)_generation_0(0)"):
         m.python(10 * K)
-        for _ in range(4):
+        for layer in range(4):
             for name, ns, k, n in (("qkv", 60, 256, 512), ("o", 40, 256, 256), ("up", 90, 256, 1536), ("down", 80, 768, 256)):
-                with m.op("aten::mm", 2 * K, **{"Input Dims": [[16, k], [k, n]], "Input type": ["float", "float"]}):
+                rows = last_rows if layer == 3 and name in ("up", "down") else 16
+                with m.op("aten::mm", 2 * K, **{"Input Dims": [[rows, k], [k, n]], "Input type": ["float", "float"]}):
                     m.kernel(f"nvjet_{name}", ns * K)
                 if name == "qkv":
                     m.kernel(programs.FLASH, 30 * K)
@@ -213,16 +214,19 @@ def _prefill_step(m: Machine, head_rows: int) -> None:
         m.wait_for_read(back=1)
 
 
-@pytest.mark.parametrize(("rows", "status"), [(16, Status.FOUND), (1, Status.NOT_FOUND)])
-def test_prefill_that_computes_logits_of_every_token_is_found_per_request(tmp_path: Path, rows: int, status: Status):
+@pytest.mark.parametrize(("head", "last", "saved_us", "skill"), [
+    (16, 1, 400, "prefill-path"), (16, 16, 400, "prefill-path"), (1, 16, 90 + 80, "last-layer-rows"), (1, 1, None, None),
+])  # fmt: skip
+def test_prefill_that_computes_rows_that_nobody_reads_is_found_per_request(tmp_path: Path, head: int, last: int, saved_us: int | None, skill: str | None):
     m = Machine()
     for _ in range(6):
-        _prefill_step(m, rows)
+        _prefill_step(m, head, last)
     here = api.analyse(api.load(_write(tmp_path / "p", m), "p"), phase="prefill")
     finding = {f.rule: f for f in api.find(here)}["prefill-path"]
-    assert finding.status is status
-    if status is Status.FOUND:
-        assert finding.per == "request" and finding.evidence[0]["us"] == pytest.approx(400 * 15 / 16, rel=0.02)
+    assert finding.status is (Status.NOT_FOUND if saved_us is None else Status.FOUND)
+    if saved_us is not None:
+        assert finding.per == "request" and finding.skills == (skill,)
+        assert finding.evidence[0]["us"] == pytest.approx(saved_us * 15 / 16, rel=0.02)
 
 
 def test_prefill_between_decode_steps_is_named_but_not_charged_to_them(tmp_path: Path):
