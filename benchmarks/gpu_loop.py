@@ -4,7 +4,7 @@
 
 Begins a run in DIR/run on Qwen3-8B dimensions with random bf16 weights, or goes on with the one that is there. After
 `--seconds` it asks the loop to stop after its present step, as Ctrl-C does; then OUT/run.tgz holds the run without
-weights and traces, OUT/traces.tgz the traces. Both unpacked in DIR of another machine, it goes on there: the weights are
+weights, compiled code and traces, OUT/traces.tgz the traces. Both unpacked in DIR of another machine, it goes on there: the weights are
 drawn again from the run's seed, and another environment is calibrated anew. What to call when is in docs/gpu.md. Not for: a machine that stays; there
 `optimize` and `optimize resume` do the same.
 """
@@ -113,7 +113,7 @@ def work(found: Run, options: argparse.Namespace, console: Console) -> str:
 def pack(place: Path, out: Path) -> None:
     """Two archives: the run without weights and working trees, and its traces."""
     with tarfile.open(out / "run.tgz", "w:gz") as archive:
-        archive.add(place, "run", filter=lambda item: None if item.name.split("/")[1:2] in (["weights"], ["worktrees"], ["traces"]) else item)
+        archive.add(place, "run", filter=lambda item: None if item.name.split("/")[1:2] in (["weights"], ["worktrees"], ["compiled"], ["traces"]) else item)
     with tarfile.open(out / "traces.tgz", "w:gz", compresslevel=1) as archive:
         archive.add(place / "traces", "run/traces")
 

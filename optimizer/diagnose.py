@@ -5,16 +5,18 @@ Not for: capturing (capture.py), the rules (trace_diff/findings), drawing (repor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from optimizer.services import Capture, Diagnosis
-from trace_diff import api
+from trace_diff import api, classify
 from trace_diff.analysis import Analysis
 from trace_diff.ingest import TraceError
+from trace_diff.types import Kind
 
+PRODUCTS = "products"  # a row for activation signatures: matrix products under any name, inside CUDA graphs too
 SHOWN_FINDINGS = 8  # on the terminal; the report has all
 
 
@@ -76,15 +78,27 @@ def _analyse(capture: Capture, label: str) -> Analysis:
 
 
 def _rows(analysis: Analysis) -> tuple[dict[str, float], ...]:
-    """How often each named row occurs in a mean decode step, for every rank."""
+    """How often each named row occurs in a mean decode step, for every rank; and `PRODUCTS`, which no name counts."""
     counts = []
     for trace in analysis.traceset:
         steps = analysis.steps.get(trace.rank, ())
         if steps:
-            ids = trace.events.name[np.concatenate([step.rows for step in steps])]
-            found, often = np.unique(ids, return_counts=True)
-            counts.append({trace.names[i]: n / len(steps) for i, n in zip(found.tolist(), often.tolist(), strict=True)})
+            rows = np.concatenate([step.rows for step in steps])
+            named = {trace.names[i]: n / len(steps) for i, n in _often(trace.events.name[rows])}
+            counts.append({**named, PRODUCTS: _products(trace, rows) / len(steps)})
     return tuple(counts)
+
+
+def _often(ids: np.ndarray) -> Iterator[tuple[int, int]]:
+    found, often = np.unique(ids, return_counts=True)
+    return zip(found.tolist(), often.tolist(), strict=True)
+
+
+def _products(trace: Any, rows: np.ndarray) -> int:
+    """Matrix products among these rows: kernels by their class where there are any, else operators by theirs."""
+    kernels = rows[trace.events.kind[rows] == Kind.KERNEL]
+    class_of = classify.kernel_class if kernels.size else classify.op_class
+    return sum(n for i, n in _often(trace.events.name[kernels if kernels.size else rows]) if class_of(trace.names[i]) in ("gemm", "gemv"))
 
 
 def _drawn(diff: Any, analyses: list[Analysis], findings: Sequence[Any]) -> tuple[Any, ...]:

@@ -120,17 +120,20 @@ class Run:
     def spec(self, commit: str, name: str, label: str, tp: int | None = None) -> LaunchSpec:
         """One arm: the tree of a commit, checked out at worktrees/<name>, with everything else as requested."""
         want = self.request
+        tp = want.tp if tp is None else tp
+        compiled = self.dir / "compiled" / f"{commit[:16]}-tp{tp}" if want.device == "cuda" else None
         return LaunchSpec(
             tree=self.repo.tree(commit, name),
             target=self.target,
             python=want.python,
             model_dir=want.model_dir,
-            tp=want.tp if tp is None else tp,
+            tp=tp,
             device=want.device,
             devices=want.devices,
             sandbox=want.sandbox,
             label=label,
             extra_args=want.engine_args,
+            compiled=compiled,
         )
 
     def attempt_dir(self, number: int) -> Path:

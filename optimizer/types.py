@@ -93,6 +93,7 @@ class LaunchSpec:
     label: str = "candidate"
     env: tuple[tuple[str, str], ...] = ()  # same in both arms of a pair
     extra_args: tuple[str, ...] = ()  # appended to the target's command (`Target.small_cache`)
+    compiled: Path | None = None  # folder with what this tree compiles while it runs, or where it will be (confine/compiled.py)
 
 
 @dataclass(frozen=True, slots=True)

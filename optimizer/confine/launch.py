@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from optimizer.confine import cgroup, procfs, sandbox
+from optimizer.confine import cgroup, compiled, procfs, sandbox
 from optimizer.confine.sandbox import Bind, Limits, SandboxLevel
 from optimizer.target import render_serve
 from optimizer.traffic import wire
@@ -28,6 +28,7 @@ from optimizer.traffic.client import Client, ClientError
 from optimizer.types import LaunchSpec, RejectReason
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
+COMPILED = "compiled"  # folder of a launch; its name inside is sandbox.COMPILED
 IO_CAP_BYTES = 4 << 30
 LOG_TAIL_BYTES = 1 << 20
 _COUNTER = itertools.count()
@@ -98,7 +99,7 @@ class Server:
         `peak_bytes` (the sum of every process's most), `stored_bytes` (in files: of memory, where a control group counts
         them, and below /io)."""
         total: dict[str, int] = dict.fromkeys(("processes", "threads", "fds", "rss_bytes", "peak_bytes"), 0)
-        total["stored_bytes"] = procfs.disk_used(self.io)
+        total["stored_bytes"] = self._disk_used()
         if self._group is not None:
             total["stored_bytes"] += self._group.shared_bytes()
         for pid in self.processes():
@@ -109,6 +110,10 @@ class Server:
                 total["fds"] += procfs.count(pid, "fd")
                 total["processes"] += 1
         return total
+
+    def _disk_used(self) -> int:
+        """Bytes in the folders on the host that the engine may write to."""
+        return procfs.disk_used(self.io) + procfs.disk_used(self.work / COMPILED)
 
     def cpu_s(self) -> float:
         """CPU seconds of everything in the sandbox so far."""
@@ -207,8 +212,8 @@ class Server:
         except ClientError as error:
             raise LaunchError(RejectReason.BOOT, f"{self.spec.label}: {error}") from None
 
-    def close(self, log_to: Path | None = None) -> None:
-        """Kill everything, keep the end of the log at `log_to`, remove every trace on the host."""
+    def close(self, log_to: Path | None = None, keep: Path | None = None) -> None:
+        """Kill everything, keep the end of the log at `log_to` and compiled code in `keep`, remove all else on the host."""
         self._closing.set()
         try:
             self._kill()
@@ -216,6 +221,8 @@ class Server:
                 log_to.parent.mkdir(parents=True, exist_ok=True)
                 data = read_result(self.work, self.log_path.name, self.limits.file_bytes) or b""
                 log_to.write_bytes(data[-LOG_TAIL_BYTES:])
+            if keep is not None:
+                compiled.copy(self.work / COMPILED, keep)
         finally:
             procfs.remove_tree(self.work)
 
@@ -241,8 +248,8 @@ class Server:
     def _watch(self) -> None:
         """Outside limits: disk used below /io always; processes and memory where no control group holds them."""
         while not self._closing.wait(0.5):
-            if (used := procfs.disk_used(self.io)) > IO_CAP_BYTES:
-                self.killed_for = f"wrote {used} bytes below /io"
+            if (used := self._disk_used()) > IO_CAP_BYTES:
+                self.killed_for = f"wrote {used} bytes to disk"
             elif self._group is None:
                 pids = self.processes()
                 if len(pids) > self.limits.pids:
@@ -262,8 +269,9 @@ def launch(
     limits: Limits | None = None,
     log_to: Path | None = None,
     timeout_s: float | None = None,
+    keep: Path | None = None,
 ) -> Iterator[Server]:
-    """A healthy server for `spec`; whatever happens, nothing of it is left afterwards.
+    """A healthy server for `spec`; whatever happens, nothing of it is left afterwards but, in `keep`, what it compiled.
 
     Raises LaunchError, or SandboxError for a level that this machine does not offer. Start it from a thread that
     lives as long as the server does: the sandbox dies with the thread that started it.
@@ -277,6 +285,10 @@ def launch(
     try:
         for folder in (server.io, server.trace_dir, work / "tmp"):
             folder.mkdir(mode=0o700)
+        if spec.compiled is not None:
+            compiled.fill(spec, work / COMPILED, lambda bare, to: launch(bare, timeout_s=timeout_s, keep=to))
+        elif keep is not None:
+            (work / COMPILED).mkdir(mode=0o700)
         binds = _binds(spec, work, level)
         argv = _argv(spec, binds, level)
         server.start(
@@ -289,7 +301,7 @@ def launch(
         server.await_health(spec.target.start_timeout_s if timeout_s is None else timeout_s)
         yield server
     finally:
-        server.close(log_to)
+        server.close(log_to, keep)
 
 
 def default_limits(spec: LaunchSpec) -> Limits:
@@ -333,6 +345,8 @@ def _binds(spec: LaunchSpec, work: Path, level: SandboxLevel) -> dict[str, Bind]
         "launcher": Bind(LAUNCHER.resolve(), sandbox.LAUNCHER),
         "io": Bind(work / "io", sandbox.IO, writable=True),
     }
+    if (work / COMPILED).is_dir():
+        binds[COMPILED] = Bind(work / COMPILED, sandbox.COMPILED, writable=True)
     if level.name in ("landlock", "none"):
         binds["tmp"] = Bind(work / "tmp", "/tmp", writable=True)
     for number, bind in enumerate(sandbox.python_binds(_absolute(spec.python))):
@@ -358,6 +372,7 @@ def _argv(spec: LaunchSpec, binds: dict[str, Bind], level: SandboxLevel) -> list
 def _environment(spec: LaunchSpec, binds: dict[str, Bind], level: SandboxLevel) -> dict[str, str]:
     """Everything the engine's environment holds; nothing is inherited."""
     tmp = sandbox.inside(level, binds["tmp"]) if "tmp" in binds else "/tmp"
+    made = sandbox.inside(level, binds[COMPILED]) if COMPILED in binds else tmp
     env = {
         "PATH": f"{_absolute(spec.python).parent}:/usr/local/bin:/usr/bin:/bin",
         "HOME": tmp,
@@ -365,8 +380,7 @@ def _environment(spec: LaunchSpec, binds: dict[str, Bind], level: SandboxLevel) 
         "LANG": "C.UTF-8",
         "TMPDIR": tmp,
         "XDG_CACHE_HOME": f"{tmp}/cache",
-        "TRITON_CACHE_DIR": f"{tmp}/triton",
-        "TORCHINDUCTOR_CACHE_DIR": f"{tmp}/inductor",
+        **{name: f"{made}/{folder}" for name, folder in compiled.FOLDERS.items()},
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, spec.devices)),

@@ -27,7 +27,7 @@ from optimizer.confine import seccomp
 UID = 65534
 LADDER = ("none", "landlock", "namespaces", "bwrap")
 JAIL = Path(__file__).with_name("jail.py")
-WEIGHTS, TREE, IO, LAUNCHER = "/weights", "/candidate", "/io", "/launcher.py"
+WEIGHTS, TREE, IO, LAUNCHER, COMPILED = "/weights", "/candidate", "/io", "/launcher.py", "/compiled"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "ssl/openssl.cnf")
 OWN_ETC = {

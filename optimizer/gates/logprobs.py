@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,25 @@ def check(lab: Lab) -> GateResult:
 
 
 def compare(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> GateResult:
+    found = against_oracle(lab, setup, name, lengths)
+    if isinstance(found, GateResult):
+        return found
+    tokens = streams.judge(lab.oracle(setup).score(found.streams), name, "G07", accept_numeric_drift=lab.ctx.accept_numeric_drift)
+    return _verdict(lab, found) if tokens.passed else tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Streams with log-probabilities, and how these differ from the oracle's. No band was asked."""
+
+    streams: list[Stream]
+    max_error: float
+    mean_kl: float
+    width: int  # of the first table
+
+
+def against_oracle(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> Compared | GateResult:
+    """The server's tables beside the oracle's on fresh prompts; a result where there are none to compare, or odd ones."""
     server = lab.server(setup)
     prompts = lab.draw(name, len(lengths), lengths, kinds=("random", "rare_scripts"))
     got = _offered(lab, server, [Request(p, NEW_TOKENS) for p in prompts])
@@ -40,9 +59,6 @@ def compare(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> Gate
     tables = [_tables(stream) for stream in got]
     if wrong := _odd(tables, model_math.vocabulary(lab.ctx.candidate.model_dir)):
         return failed("logprobs", "G07", RejectReason.WRONG_TOKENS, wrong)
-    tokens = streams.judge(lab.oracle(setup).score(got), name, "G07", accept_numeric_drift=lab.ctx.accept_numeric_drift)
-    if not tokens.passed:
-        return tokens
     wanted = [[list(table) for table in stream] for stream in tables]
     values = lab.oracle(setup).logprobs(got, wanted)
     errors, divergences = [], []
@@ -52,7 +68,7 @@ def compare(lab: Lab, setup: Setup, name: str, lengths: tuple[int, ...]) -> Gate
             truth = np.array(oracle_values)
             errors.append(float(np.abs(claimed - truth).max()))
             divergences.append(_divergence(truth, claimed))
-    return _verdict(lab, max(errors), float(np.mean(divergences)), len(wanted[0][0]))
+    return Compared(got, max(errors), float(np.mean(divergences)), len(wanted[0][0]))
 
 
 def _none_offered(lab: Lab, prompt: tuple[int, ...]) -> GateResult:
@@ -83,9 +99,9 @@ def _divergence(truth: np.ndarray, claimed: np.ndarray) -> float:
     return float(np.sum(np.exp(p) * (p - (claimed - np.logaddexp.reduce(claimed)))))
 
 
-def _verdict(lab: Lab, error: float, divergence: float, width: int) -> GateResult:
-    bands = lab.ctx.oracle.bands
-    facts: dict[str, Any] = {"max_error": error, "mean_kl": divergence, "width": width}
+def _verdict(lab: Lab, found: Compared) -> GateResult:
+    bands, error, divergence = lab.ctx.oracle.bands, found.max_error, found.mean_kl
+    facts: dict[str, Any] = {"max_error": error, "mean_kl": divergence, "width": found.width}
     if lab.ctx.target.dtype.get(lab.ctx.candidate.device, "float32") != "float32":
         if divergence > bands.kl:
             return failed(

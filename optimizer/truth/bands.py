@@ -11,13 +11,14 @@ from typing import Any
 
 from optimizer import gates
 from optimizer.candidate import incumbent_name
+from optimizer.confine.launch import LaunchError
 from optimizer.gates import logprobs
 from optimizer.gates.context import Lab, ask
 from optimizer.run import Run
 from optimizer.services import View
 from optimizer.traffic.client import Request
 from optimizer.truth.oracle import BANDS, Bands, Oracle, calibrated
-from optimizer.types import Protocol
+from optimizer.types import GateResult, Protocol, RejectReason
 
 LENGTHS = (16, 17, 24, 33, 48, 64, 100, 128, 128, 257, 385, 512)
 NEW_TOKENS = 24
@@ -60,7 +61,11 @@ def _original(run: Run, oracle: Oracle, prompts: Any, protocol: Protocol) -> tup
         drawn = lab.draw("bands", len(LENGTHS), LENGTHS)
         together = ask(lab.server(setup), [Request(ids, NEW_TOKENS) for ids in drawn], 120.0)
         alone = [ask(lab.server(setup), [Request(ids, NEW_TOKENS)])[0] for ids in lab.draw("bands alone", 2, [31, 128])]
-        facts = logprobs.compare(lab, setup, "bands", TABLES).facts
+        compared = logprobs.against_oracle(lab, setup, "bands", TABLES)
     finally:
         lab.close()
-    return [score.max_gap for score in oracle.score([*together, *alone])], float(facts.get("mean_kl", 0.0))
+    if isinstance(compared, GateResult):  # it offers none, which is no fault, or nonsense
+        if not compared.passed:
+            raise LaunchError(RejectReason.BOOT, f"the original engine's log-probabilities: {compared.detail}")
+        compared = logprobs.Compared([], 0.0, 0.0, 0)
+    return [score.max_gap for score in oracle.score([*together, *alone, *compared.streams])], compared.mean_kl

@@ -81,7 +81,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
         "predicted_us": finding.get("bound_us"),
         "invariants": ["weights are not replaced after the first step", "the parts keep their names and shapes"],
         "params": {},
-        "activation": {"appear": [], "vanish": [{"row": "aten::mm", "phase": "decode", "ranks": "all", "fewer": True}]},
+        "activation": {"appear": [], "vanish": [{"row": "products", "phase": "decode", "ranks": "all", "fewer": True}]},
     }
 
 

@@ -129,3 +129,15 @@ def test_a_mechanism_must_show_in_the_trace_as_its_patch_said(activation, missin
     found = compare(candidate(activation), before, after)
     assert (found.activation is None) if missing is None else missing in found.activation
     assert found.traced_us == 300.0
+
+
+def test_products_are_counted_where_a_graph_replays_them_and_where_operators_run_on_a_cpu(repo):
+    from optimizer.diagnose import PRODUCTS, _analyse, _rows
+    from optimizer.services import Capture
+
+    stored = repo / "baseline_traces"
+    graph, = _rows(_analyse(Capture("graph", (stored / "h200_tp1" / "h200-final-decode-bs1.json.gz",), 1, 1, None), "graph"))
+    assert graph[PRODUCTS] == 4 * 36 + 1, "qkv, o, gate and up, down of every layer, and the head"
+    assert not any(name.startswith("aten::mm") for name in graph)
+    on_cpu = _rows(_analyse(Capture("cpu", tuple(sorted((stored / "cpu_vllm").glob("*.json.gz")))[:1], 1, 1, None), "cpu"))[0]
+    assert on_cpu[PRODUCTS] > 0

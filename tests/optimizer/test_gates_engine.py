@@ -17,8 +17,9 @@ sys.path.insert(0, str(REPO))  # redteam/ is no installed package
 from optimizer import gates  # noqa: E402
 from optimizer.confine import sandbox  # noqa: E402
 from optimizer.confine.launch import LaunchError, launch  # noqa: E402
-from optimizer.gates import context  # noqa: E402
+from optimizer.gates import context, logprobs  # noqa: E402
 from optimizer.traffic.client import Request  # noqa: E402
+from optimizer.truth.oracle import Bands  # noqa: E402
 from optimizer.types import RejectReason  # noqa: E402
 from redteam.arena import Arena  # noqa: E402
 from redteam.benign import BENIGN  # noqa: E402
@@ -111,6 +112,21 @@ def test_a_good_patch_passes_and_every_gate_states_what_it_cost(arena):
     assert [r.detail for r in results if not r.passed] == []
     assert all(r.seconds > 0 and r.facts["cpu_s"] >= 0 for r in results)
     assert next(r for r in results if r.gate == "swap").facts["natural_ends"] >= 1
+
+
+def test_what_sets_the_bands_is_measured_whatever_the_bands_say(arena):
+    """On an engine whose tokens lay outside the bands of a small model, the divergence was taken for none."""
+    made = arena.context(arena.base, 1)
+    before, made.oracle.bands = made.oracle.bands, Bands(-1.0, -1.0, -1.0)  # nothing is within
+    lab = context.Lab(made)
+    try:
+        found = logprobs.against_oracle(lab, lab.setup(), "bands", (16, 33))
+        judged = logprobs.compare(lab, lab.setup(), "bands", (16, 33))
+    finally:
+        lab.close()
+        made.oracle.bands = before
+    assert not judged.passed
+    assert isinstance(found, logprobs.Compared) and len(found.streams) == 2 and found.mean_kl > 0 and found.max_error < 1e-3
 
 
 def test_an_engine_that_does_not_start_is_a_result_not_an_exception(arena):
