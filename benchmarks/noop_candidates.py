@@ -25,6 +25,7 @@ from benchmarks.noops import NoOp, noops
 from optimizer.loop import Loop
 from optimizer.patching import edits_from
 from optimizer.run import Limits, Run
+from optimizer.runrepo import matches
 from optimizer.services import NoProposal, Question, Services
 from optimizer.types import LaunchSpec, Pair, Patch, Series, Stage
 
@@ -35,13 +36,14 @@ ENDS = ("accepted", "rejected", "undecided", "parked")
 class Script:
     """Proposes no-ops of the incumbent's sources, one an attempt."""
 
-    def __init__(self, count: int, seed: int) -> None:
-        self.count, self.seed = count, seed
+    def __init__(self, count: int, seed: int, frozen: tuple[str, ...]) -> None:
+        self.count, self.seed, self.frozen = count, seed, frozen
         self.made: list[NoOp] = []
 
     def propose(self, question: Question) -> Series | NoProposal:
         if not self.made:
-            self.made = noops(question.sources, self.count, self.seed)
+            sources = {file: text for file, text in question.sources.items() if not matches(file, self.frozen)}
+            self.made = noops(sources, self.count, self.seed)
         if question.attempt > self.count:
             return NoProposal("all no-ops were tried")
         noop = self.made[question.attempt - 1]
@@ -89,7 +91,7 @@ def fake(count: int, protocol: str, noise_name: str, seed: int, place: Path) -> 
             guards={k: (x, y * float(np.exp(-guard))) for k, (x, y) in pair.guards.items()},
         )
 
-    return _go(run, replace(fakes.services(), run_pair=run_pair), Script(count, seed))
+    return _go(run, replace(fakes.services(), run_pair=run_pair), Script(count, seed, run.target.frozen))
 
 
 def tiny(count: int, protocol: str, seed: int, tp: int, place: Path) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def tiny(count: int, protocol: str, seed: int, tp: int, place: Path) -> dict[str
         start.Options(protocol=protocol, tp=tp, seed=seed, run_dir=place / "run", max_rejections=None, device="cpu")
     )
     with real(run, _View()) as services:
-        return _go(run, services, Script(count, seed))
+        return _go(run, services, Script(count, seed, run.target.frozen))
 
 
 def _go(run: Run, services: Services, script: Script) -> dict[str, Any]:

@@ -83,7 +83,9 @@ def _one(change: Change, editable: tuple[str, ...], frozen: tuple[str, ...]) -> 
         return "a path of letters, digits, '_', '-', '.' and '/' only: others can look like one that they are not"
     if path.name in _HARNESS:
         return "this name is run by interpreters or test harnesses"
-    if matches(change.path, frozen) or not matches(change.path, editable):
+    if matches(change.path, frozen):
+        return f"frozen by target.toml (frozen: {', '.join(frozen)})"
+    if not matches(change.path, editable):
         return f"not editable (editable: {', '.join(editable)})"
     return None
 

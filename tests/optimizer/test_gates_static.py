@@ -33,7 +33,7 @@ def change(path="engine/a.py", status="M", old=PLAIN, new=PLAIN, added: int | No
         ([change("engine/a.pyc", "A")], "only .py"),
         ([change("engine/x.pth", "A")], "only .py"),
         ([change("engine/target.toml")], "only .py"),
-        ([change("engine/frozen.py")], "not editable"),
+        ([change("engine/frozen.py")], "frozen by target.toml"),
         ([change("json.py", "A")], "not editable"),
         ([change("engine/conftest.py", "A")], "test harnesses"),
         ([change("engine/m\u043edel.py", "A")], "can look like"),
