@@ -146,7 +146,7 @@ def kind(engine: str) -> str:
 
 def _requests(want: Wanted, prompts: PromptSource, turn: str, new: int) -> list[Request]:
     drawn = prompts.draw(f"baseline/{want.phase}/{turn}", want.batch, want.prompt_tokens)
-    return [Request(ids, new, min_tokens=new) for ids in drawn]
+    return [Request(ids, new) for ids in drawn]  # as `measure.py` sends them: an engine may go another way for others
 
 
 def _source(want: Wanted) -> PromptSource:

@@ -74,7 +74,7 @@ def capture(
 def _requests(cell: Cell, prompts: PromptSource, evaluation: str) -> list[Request]:
     tokens = min(cell.new_tokens, PROFILED_TOKENS)
     drawn = prompts.draw(evaluation, cell.concurrency, cell.prompt_tokens)
-    return [Request(ids, tokens, min_tokens=tokens) for ids in drawn]
+    return [Request(ids, tokens) for ids in drawn]  # as they are timed: an engine may go another way for other requests
 
 
 def profiled(server: Server | Outside, requests: list[Request], out: Path, tp: int) -> tuple[tuple[Path, ...], list[Stream]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from loop_fakes import ENGINE, WEIGHTS, new_run
 
-from optimizer import preflight
+from optimizer import baseline, measure, preflight
+from optimizer import capture as capturing
 from optimizer.capture import capture
 from optimizer.confine.launch import LaunchError
 from optimizer.diagnose import DiagnoseError, diagnose
@@ -86,3 +88,17 @@ def test_what_the_server_reports_is_shown_and_every_difference_named(tmp_path):
         preflight.check(request, bad, protocol)
     for words in ("tp: asked for 2, the server runs 1", "dtype", "device", "max_model_len"):
         assert words in str(caught.value)
+
+
+def test_requests_are_profiled_as_they_are_timed(monkeypatch):
+    """With `min_tokens`, which no timed request has, an engine took another way for the sampling of each traced step."""
+    prompts = PromptSource(b"0123456789abcdef", WEIGHTS)
+    cell = Cell("decode", 16, 8)
+
+    def bodies(requests):
+        return [{k: v for k, v in json.loads(r.body("m")).items() if k not in ("prompt", "max_tokens")} for r in requests]
+
+    timed = bodies(measure._job(cell, "timed", prompts).rounds[0])
+    assert bodies(capturing._requests(cell, prompts, "profiled")) == timed
+    wanted = type("Wanted", (), {"phase": "decode", "batch": 1, "prompt_tokens": 16})
+    assert bodies(baseline._requests(wanted, prompts, "profiled", 8)) == timed
