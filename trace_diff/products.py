@@ -17,9 +17,11 @@ from trace_diff.nesting import nesting
 from trace_diff.sequence import Sequence
 from trace_diff.types import Kind
 
-DTYPE_BYTES = {
-    "float": 4, "double": 8, "c10::bfloat16": 2, "c10::half": 2, "bfloat16": 2, "half": 2,
-    "c10::float8_e4m3fn": 1, "c10::float8_e5m2": 1, "signed char": 1, "unsigned char": 1,
+# As torch calls them, and as traces write the C++ types.
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}
+DTYPE_NAMES = {
+    "double": "float64", "float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "half": "float16",
+    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2", "signed char": "int8", "unsigned char": "uint8",
 }  # fmt: skip
 
 
@@ -90,7 +92,7 @@ def product_of(args: dict[str, Any]) -> Product | None:
     if not isinstance(dims, list):
         return None
     types = args.get("Input type") or args.get("Input Types")
-    types = [t if isinstance(t, str) else None for t in types] if isinstance(types, list) else []
+    types = [DTYPE_NAMES.get(t, t) if isinstance(t, str) else None for t in types] if isinstance(types, list) else []
     matrices = [(d, types[i] if i < len(types) else None) for i, d in enumerate(dims) if _is_matrix(d)]
     for i, (x, dtype) in enumerate(matrices):
         for w, _ in matrices[i + 1 :]:

@@ -128,7 +128,8 @@ def _layer(trees: dict[str, cst.Module]) -> Found:
     classes = t.classes(trees)
     inner = next(c for c in classes.values() if (f := c.methods.get("forward")) and _loop(f))
     built = t.attributes_set(inner).get("layers")
-    layers = [c for n, c in classes.items() if built is not None and any(isinstance(x, cst.Call) and t.last_name(x.func) == n for x in t.walk(built))]
+    listed = isinstance(built, cst.Call) and t.last_name(built.func) == "ModuleList"
+    layers = [c for n, c in classes.items() if listed and any(isinstance(x, cst.Call) and t.last_name(x.func) == n for x in t.walk(built))]
     if len(layers) != 1 or "forward" not in layers[0].methods:
         return "the class of the layers was not recognised"
     forward = layers[0].methods["forward"]

@@ -83,6 +83,7 @@ def test_logits_stay_and_the_last_mlp_gets_the_wanted_rows_alone(act) -> None:
         ("torch.relu(self.mlp(x))", "torch.relu(self.mlp(x)) * places", "attention is not one statement"),
         ("        for layer in self.layers:\n            x = layer(x, places)", "        for layer in self.layers:\n            x = layer(x, places)\n            x = x * 2", "in a loop"),
         ("        return self.model(x, places)\n", "        return self.model(x, places) * 2\n", "nothing else"),
+        ("nn.ModuleList(Block() for _ in range(3))", "tuple(Block() for _ in range(3))", "not recognised"),
     ],
 )  # fmt: skip
 def test_where_rows_are_not_known_or_not_independent_it_declines(old, new, why, answer) -> None:

@@ -98,7 +98,7 @@ def test_merged_and_split_products_of_one_model_agree_and_another_model_does_not
 def test_product_shapes_from_either_operand_order():
     mm = product_of({"Input Dims": [[1, 256], [256, 64]], "Input type": ["c10::BFloat16", "c10::BFloat16"]})
     linear = product_of({"Input Dims": [[1, 256], [64, 256], []], "Input type": ["c10::BFloat16"] * 2})
-    assert mm == linear == Product(1, 256, 64, "c10::BFloat16")
+    assert mm == linear == Product(1, 256, 64, "bfloat16")
     assert mm.bytes == 2 * (256 * 64 + 256 + 64)
     assert product_of({"Input Dims": [[1, 256], []]}) is None
 

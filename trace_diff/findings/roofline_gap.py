@@ -20,7 +20,7 @@ from trace_diff.findings.calls import operators
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
 from trace_diff.layers import PRODUCT
-from trace_diff.products import DTYPE_BYTES, Finder
+from trace_diff.products import DTYPE_BYTES, DTYPE_NAMES, Finder
 from trace_diff.whatif import Edit
 
 RULE = "roofline-gap"
@@ -146,7 +146,8 @@ def _as_a_whole(context: Context) -> Draft | NotFound | None:
 
 def weight_bytes(told: dict[str, Any]) -> int | None:
     """Bytes of the weights that one rank's products of a decode step read, by the dimensions an engine states."""
-    model, tp, width = told.get("model"), told.get("tp"), DTYPE_BYTES.get(str(told.get("dtype")).lower())
+    model, tp, dtype = told.get("model"), told.get("tp"), str(told.get("dtype")).lower()
+    width = DTYPE_BYTES.get(DTYPE_NAMES.get(dtype, dtype))
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     if not isinstance(model, dict) or width is None or not all(isinstance(model.get(n), int) for n in names):
         return None
