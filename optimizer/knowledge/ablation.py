@@ -1,7 +1,9 @@
 """Does knowledge pay? The same budget with accepted entries and without them, read out of the runs' ledgers.
 
 Every seed gives two runs that differ in nothing but what the proposer may read. Gain is what the run brought of the
-first engine's rate: speed-up - 1, by the product of confirmed ratios. An arm reaches a share of the final gain with the
+first engine's rate: speed-up - 1, by the product of confirmed ratios. A program has one speed-up, from all runs that came to
+it: each run measures it by a few pairs, and where both arms end in the same program their noise would else decide which of them
+had come there. An arm reaches a share of the final gain with the
 attempt whose acceptance brings it there; final is the larger of the two arms' ends, so that knowledge which stops early
 cannot win by wanting less. Not for: starting runs (trials.py), or deciding what is accepted (review/).
 """
@@ -9,7 +11,7 @@ cannot win by wanting less. Not for: starting runs (trials.py), or deciding what
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +25,12 @@ LEVEL = 0.975  # of each interval: attempts and time are looked at, so that both
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """After an attempt: its number, seconds of work since the run began, and first engine / incumbent by then."""
+    """After an attempt: its number, seconds of work since the run began, the incumbent (its syntax tree's hash; "" is the
+    first engine) and first engine / incumbent as this run measured it."""
 
     attempt: int
     seconds: float
+    program: str
     speedup: float
 
 
@@ -83,23 +87,50 @@ class Answer:
 
 def curve(lines: Sequence[Line]) -> list[Point]:
     """One point per ended attempt, in order."""
-    points, last = [], 0
+    points, last, program, proposed = [], 0, "", ""
     for at, line in enumerate(lines):
-        if line["kind"] in state.VERDICTS and line["attempt"] is not None and line["attempt"] > last:
+        if line["kind"] == "proposed":
+            proposed = str(line["data"]["ast_hash"])  # of a series the last one stays
+        elif line["kind"] in state.VERDICTS and line["attempt"] is not None and line["attempt"] > last:
             last = line["attempt"]
-            points.append(Point(last, state.wall_s(lines[: at + 1]), state.speedup(lines[: at + 1])))
+            program = proposed if line["kind"] == "accepted" else program
+            points.append(Point(last, state.wall_s(lines[: at + 1]), program, state.speedup(lines[: at + 1])))
     return points
 
 
-def trial(seed: int, ledgers: Mapping[str, Sequence[Line]], share: float = SHARE) -> Trial:
-    """Both arms of a seed, held to one final gain."""
-    curves = {arm: curve(lines) for arm, lines in ledgers.items()}
-    final = max((points[-1].speedup for points in curves.values() if points), default=1.0) - 1.0
-    return Trial(seed, {arm: _reached(points, ledgers[arm], share * final) for arm, points in curves.items()})
+def speedups(curves: Iterable[Sequence[Point]]) -> dict[str, float]:
+    """Program -> its speed-up: that of the program before it, times what the step brought; the geometric mean over the
+    runs that made the step."""
+    steps: dict[str, list[tuple[str, float]]] = {}  # program -> (the one before, log of what the step brought)
+    for points in curves:
+        before, log, met = "", 0.0, {""}
+        for point in points:
+            if point.program not in met:
+                steps.setdefault(point.program, []).append((before, math.log(point.speedup) - log))
+            before, log = point.program, math.log(point.speedup)
+            met.add(before)
+
+    def log_of(program: str, behind: frozenset[str]) -> float:
+        ways = [(b, gain) for b, gain in steps.get(program, []) if b not in behind]  # two runs may go to and fro
+        return sum(log_of(b, behind | {program}) + gain for b, gain in ways) / len(ways) if ways else 0.0
+
+    return {program: math.exp(log_of(program, frozenset())) for program in ("", *steps)}
 
 
-def _reached(points: Sequence[Point], lines: Sequence[Line], gain: float) -> Reached:
-    there = next((p for p in points if gain > 0 and p.speedup - 1.0 >= gain - 1e-12), None)
+def trials(ledgers: Mapping[int, Mapping[str, Sequence[Line]]], share: float = SHARE) -> list[Trial]:
+    """Of every seed both arms, held to one final gain. ledgers: seed -> arm -> lines."""
+    curves = {seed: {arm: curve(lines) for arm, lines in arms.items()} for seed, arms in ledgers.items()}
+    known = speedups(points for arms in curves.values() for points in arms.values())
+    return [_trial(seed, arms, ledgers[seed], known, share) for seed, arms in curves.items()]
+
+
+def _trial(seed: int, curves: Mapping[str, Sequence[Point]], ledgers: Mapping[str, Sequence[Line]], known: Mapping[str, float], share: float) -> Trial:
+    final = max((known[points[-1].program] for points in curves.values() if points), default=1.0) - 1.0
+    return Trial(seed, {arm: _reached(points, ledgers[arm], known, share * final) for arm, points in curves.items()})
+
+
+def _reached(points: Sequence[Point], lines: Sequence[Line], known: Mapping[str, float], gain: float) -> Reached:
+    there = next((p for p in points if gain > 0 and known[p.program] - 1.0 >= gain - 1e-12), None)
     tried = [
         ("+" if a.end is not None and a.end["kind"] == "accepted" else "") + str(a.data("proposed")[-1]["mechanism"])
         for a in state.attempts(lines)
@@ -109,7 +140,7 @@ def _reached(points: Sequence[Point], lines: Sequence[Line], gain: float) -> Rea
         seconds=None if there is None else there.seconds,
         tried=len(points),
         spent_s=state.wall_s(lines),
-        speedup=points[-1].speedup if points else 1.0,
+        speedup=known[points[-1].program] if points else 1.0,
         mechanisms=tuple(tried),
     )
 

@@ -141,13 +141,12 @@ def ablate(plan: Plan, execute: Execute | None = None, say: Callable[[str], None
 
 def read(plan: Plan) -> Answer:
     """The answer of the seeds whose two runs are both finished."""
-    trials = []
+    ledgers = {}
     for seed in plan.seeds:
         folders = {arm: plan.place / f"{seed}-{arm}" for arm in (WITH, WITHOUT)}
         if all(finished(folder) for folder in folders.values()):
-            ledgers = {arm: lines(folder) for arm, folder in folders.items()}
-            trials.append(ablation.trial(seed, ledgers, plan.share))
-    return ablation.answer(trials, plan.share)
+            ledgers[seed] = {arm: lines(folder) for arm, folder in folders.items()}
+    return ablation.answer(ablation.trials(ledgers, plan.share), plan.share)
 
 
 def job(plan: Plan, seed: int, arm: str, cpus: frozenset[int] = frozenset()) -> Job:

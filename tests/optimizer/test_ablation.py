@@ -172,6 +172,32 @@ def test_an_arm_that_never_gets_there_cannot_decide_for_itself() -> None:
     assert ablation.answer([nothing]).attempts is None and "nothing can be said" in ablation.answer([nothing]).why
 
 
+def run_of(*tried: tuple[str, float | None]) -> list[dict[str, Any]]:
+    """Ledger lines of a run: (program, confirmed ratio, or None for a rejection) of every attempt, ten seconds each."""
+    found = [("run_started", None, {})]
+    for number, (program, ratio) in enumerate(tried, 1):
+        found.append(("proposed", number, {"ast_hash": program, "mechanism": program}))
+        found += [("confirmed", number, {"ratio": ratio}), ("accepted", number, {})] if ratio else [("rejected", number, {})]
+    return [{"kind": k, "attempt": n, "data": d, "t_utc": f"2026-01-01T00:{n or 0:02d}:00+00:00"} for k, n, d in found]
+
+
+def test_arms_that_end_in_one_program_have_one_gain_whatever_each_of_them_measured() -> None:
+    """Both arms accepted the same patch in each of two seeds; where the last arm measured it low, it "never got there"."""
+    seeds = {
+        1: {WITH: run_of(("w", 0.5)), WITHOUT: run_of(("a", None), ("b", None), ("w", 0.7))},
+        2: {WITH: run_of(("w", 0.8)), WITHOUT: run_of(("a", None), ("b", None), ("w", 0.55), ("x", 0.9))},
+    }
+    one, two = ablation.trials(seeds)
+    assert [one.arms[arm].attempts for arm in (WITH, WITHOUT)] == [1, 3]
+    w = (0.5 * 0.7 * 0.8 * 0.55) ** -0.25
+    assert one.arms[WITH].speedup == one.arms[WITHOUT].speedup == pytest.approx(w)
+    assert two.arms[WITHOUT].speedup == pytest.approx(w / 0.9), "one more step, on what its engine gained in all runs"
+    assert [two.arms[arm].attempts for arm in (WITH, WITHOUT)] == [None, 4]
+    there_and_back = [run_of(("p", 0.9), ("q", 0.9)), run_of(("q", 0.9), ("p", 0.9))]
+    found = ablation.speedups(ablation.curve(lines) for lines in there_and_back)
+    assert found[""] == 1.0 and found["p"] > 1 and found["q"] > 1
+
+
 def test_a_killed_ablation_goes_on_with_the_run_that_was_left(tmp_path: Path) -> None:
     plan = Plan(tmp_path / "runs", book(tmp_path / "book", tmp_path), ("--tp", "1"), (1,), without=("win",))
     fresh = trials.job(plan, 1, WITHOUT)
