@@ -12,7 +12,6 @@ where the first stopped. Not for: accepting patches (`optimize`), or figures of 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -62,14 +61,11 @@ def model_of(options: argparse.Namespace) -> Path:
     """The model with its weights: the folder that was given, or random ones of its dimensions in the place."""
     if options.model is not None and list(options.model.glob("*.safetensors")):
         return options.model.resolve()
-    config = options.model
-    if config is None:
-        from benchmarks.gpu_engine import QWEN3_8B
+    if options.model is not None:
+        return weights.write_random(options.model, (options.place / "weights").resolve(), options.seed)
+    from benchmarks.gpu_ladder import random_model
 
-        config = options.place / "config"
-        config.mkdir(parents=True, exist_ok=True)
-        (config / "config.json").write_text(json.dumps(QWEN3_8B))
-    return weights.write_random(config, (options.place / "weights").resolve(), options.seed)
+    return random_model(options.place, options.seed)
 
 
 def begin(options: argparse.Namespace, began: float) -> Sitting:

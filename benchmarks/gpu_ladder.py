@@ -79,12 +79,12 @@ def rungs(place: Path, model: Path, more: tuple[tuple[str, tuple[str, ...]], ...
     return found
 
 
-def random_model(place: Path) -> Path:
+def random_model(place: Path, seed: int = 7) -> Path:
     """Qwen3-8B's shape with random weights, written to the place once."""
     config = place / "config"
     config.mkdir(parents=True, exist_ok=True)
     (config / "config.json").write_text(json.dumps(QWEN3_8B))
-    return weights.write_random(config, place / "weights", 7)
+    return weights.write_random(config, (place / "weights").resolve(), seed)
 
 
 def climb(server: Server, name: str, prompts: PromptSource, out: Path) -> tuple[list[Stream], dict[str, Any]]:

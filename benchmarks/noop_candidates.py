@@ -25,7 +25,7 @@ from benchmarks.noops import NoOp, noops
 from optimizer.loop import Loop
 from optimizer.patching import edits_from
 from optimizer.run import Limits, Run
-from optimizer.runrepo import matches
+from optimizer.runrepo import unfrozen
 from optimizer.services import NoProposal, Question, Services
 from optimizer.types import LaunchSpec, Pair, Patch, Series, Stage
 
@@ -42,8 +42,7 @@ class Script:
 
     def propose(self, question: Question) -> Series | NoProposal:
         if not self.made:
-            sources = {file: text for file, text in question.sources.items() if not matches(file, self.frozen)}
-            self.made = noops(sources, self.count, self.seed)
+            self.made = noops(unfrozen(question.sources, self.frozen), self.count, self.seed)
         if question.attempt > self.count:
             return NoProposal("all no-ops were tried")
         noop = self.made[question.attempt - 1]

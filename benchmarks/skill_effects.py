@@ -20,31 +20,19 @@ from typing import Any
 from benchmarks import outside_engines as outside
 from optimizer import accept, start
 from optimizer.candidate import incumbent_name
-from optimizer.judge import order_of
+from optimizer.judge import kept, take_pair
 from optimizer.measure import CandidateFailed, InfrastructureError
 from optimizer.proposers import skillbook
 from optimizer.proposers.skillbook import Skill
 from optimizer.run import Run
-from optimizer.runrepo import matches
+from optimizer.runrepo import unfrozen
 from optimizer.services import Services
-from optimizer.types import Pair, Stage
+from optimizer.types import LaunchSpec, Pair, Stage
+from optimizer.view import Quiet
 from optimizer.wiring import real
 
 PLACE = outside.REPO / "runs/effects"
 OF_PROMPTS = {"prefill-path", "prefill-stall"}
-
-
-class Quiet:
-    """Says nothing."""
-
-    def step(self, text: str, seconds: float | None = None) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def show(self, renderable: Any) -> None:
-        pass
 
 
 def measure(skill: Skill, tp: int, pairs: int, place: Path) -> dict[str, Any]:
@@ -53,8 +41,7 @@ def measure(skill: Skill, tp: int, pairs: int, place: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"skill": skill.name, "tp": tp, "metric": metric}
     run = start.prepare(start.Options(metric=metric, tp=tp, device="cpu", run_dir=place))
     before = run.repo.sources(run.base, run.target.editable)
-    sources = {f: text for f, text in before.items() if not matches(f, run.target.frozen)}
-    said = skillbook.run(skill, sources, {"bound_us": 1.0, "params": skill.variants()[0], "device": "cpu", "tp": tp})
+    said = skillbook.run(skill, unfrozen(before, run.target.frozen), {"bound_us": 1.0, "params": skill.variants()[0], "device": "cpu", "tp": tp})
     if isinstance(said, str):
         return found | {"why": f"declines: {said}"}
     after = {f: text for f, text in said[-1].after.items() if before.get(f) != text}
@@ -65,25 +52,23 @@ def measure(skill: Skill, tp: int, pairs: int, place: Path) -> dict[str, Any]:
             if not gate.passed:
                 return found | {"why": f"gate {gate.gate}: {gate.detail}"}
         try:
-            kept = _pairs(run, do, a, b, commit, pairs)
+            good = _pairs(run, do, a, b, commit, pairs)
         except (CandidateFailed, InfrastructureError) as error:
             return found | {"why": str(error)}
-    ratio, ci95 = accept.interval(kept)
-    return found | {"ratio": ratio, "ci95": ci95, "pairs": len(kept), "a_us": [p.a_us_per_token for p in kept], "b_us": [p.b_us_per_token for p in kept]}
+    ratio, ci95 = accept.interval(good)
+    return found | {"ratio": ratio, "ci95": ci95, "pairs": len(good), "a_us": [p.a_us_per_token for p in good], "b_us": [p.b_us_per_token for p in good]}
 
 
-def _pairs(run: Run, do: Services, a: Any, b: Any, commit: str, count: int) -> list[Pair]:
+def _pairs(run: Run, do: Services, a: LaunchSpec, b: LaunchSpec, key: str, count: int) -> list[Pair]:
     """The first, not kept, says how long blocks of this engine must be, as a calibration does."""
-    kept: list[Pair] = []
-    for index in range(2 * count + 1):
-        pair = do.run_pair(a, b, Stage.SCREEN, index, order_of(run, Stage.SCREEN, commit, index))
-        if index == 0:
-            run.ledger.append("calibrated", None, {"token_us": pair.a_us_per_token})
-        elif not pair.discarded:
-            kept.append(pair)
-        if len(kept) == count:
+    first = take_pair(run, do, a, b, Stage.SCREEN, key, None)
+    run.ledger.append("calibrated", None, {"token_us": first.a_us_per_token})
+    good: list[Pair] = []
+    for _ in range(2 * count):
+        good += kept([take_pair(run, do, a, b, Stage.SCREEN, key, None)])
+        if len(good) == count:
             break
-    return kept
+    return good
 
 
 def engine_sources() -> dict[str, str]:
@@ -146,13 +131,14 @@ def main() -> None:
     options = parser.parse_args()
     tps = [int(tp) for tp in options.tp.split(",") if tp]
     only = set(filter(None, options.only.split(",")))
+    skills = skillbook.load_all()
     for tp in [] if options.table else tps:
         for skill in outside.acting(engine_sources()):
             if (only and skill not in only) or read(options.place, skill, tp) is not None:
                 continue
             place = options.place / f"tp{tp}" / skill
             shutil.rmtree(place, ignore_errors=True)
-            found = measure(skillbook.load_all()[skill], tp, options.pairs, place)
+            found = measure(skills[skill], tp, options.pairs, place)
             place.with_suffix(".json").write_text(json.dumps(found), "utf-8")
             print(f"TP={tp} {skill}: {effect(found)}", flush=True)
     print_table(options.place, tps)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ from optimizer.candidate import incumbent_name
 from optimizer.judge import failures, order_of
 from optimizer.patching import EditMismatch, apply_edits
 from optimizer.recorded import Incomplete, whole_copy
-from optimizer.run import MODEL_CONFIG, Request, Run, load, new_id
+from optimizer.run import MODEL_CONFIG, Request, Run, config_folder, load, new_id
 from optimizer.runrepo import Conflict, RunRepo
 from optimizer.serial import build, plain, write_json
 from optimizer.services import Services, Stop, View
@@ -288,7 +287,7 @@ def weights_for(record: Run, given: Path | None, folder: Path) -> Weights:
         if given is None and list(place.glob("*.safetensors")) and weights.digest(place) == want.weights_sha256:
             kind = "real weights" if want.weights_seed is None else f"random weights of seed {want.weights_seed}"
             return Weights(place.resolve(), str(want.weights_sha256), want.weights_seed, f"{kind}, the record's own, sha256 {_short(want.weights_sha256)}")
-    config = given or (_config_folder(record.dir / MODEL_CONFIG, folder) if (record.dir / MODEL_CONFIG).is_file() else None)
+    config = given or (config_folder(record.dir / MODEL_CONFIG, folder) if (record.dir / MODEL_CONFIG).is_file() else None)
     if want.weights_seed is None or config is None:
         need = "the folder of that model" if want.weights_seed is None else f"a folder with its config.json (random weights follow from seed {want.weights_seed})"
         raise ReproduceError(f"the weights of run {want.id} (sha256 {_short(want.weights_sha256)}) are not here: give --model, {need}")
@@ -297,14 +296,6 @@ def weights_for(record: Run, given: Path | None, folder: Path) -> Weights:
     sha = weights.digest(made)
     same = "the record's own" if sha == want.weights_sha256 else f"other files than the record's ({_short(want.weights_sha256)}): another config.json"
     return Weights(made.resolve(), sha, want.weights_seed, f"random weights of seed {want.weights_seed}, sha256 {_short(sha)}: {same}")
-
-
-def _config_folder(config: Path, folder: Path) -> Path:
-    """A model folder that holds just this config.json, in the new run's folder."""
-    place = folder / "weights" / "config"
-    place.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(config, place / "config.json")
-    return place
 
 
 def _same_dimensions(want: Request, model: Path) -> None:

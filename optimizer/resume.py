@@ -5,12 +5,11 @@ Not for: going on with it (loop.py does, by the ledger alone).
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from typing import Any
 
 from optimizer import state
-from optimizer.run import MODEL_CONFIG, Limits, Run, RunError
+from optimizer.run import MODEL_CONFIG, Limits, Run, RunError, config_folder
 from optimizer.truth import weights
 from optimizer.verdicts import follow
 
@@ -23,11 +22,8 @@ def weights_there(run: Run) -> str | None:
     want = run.request
     note = None
     if want.weights_seed is not None and not any(want.model_dir.glob("*.safetensors")):
-        config = want.model_dir.with_name("config")
         try:
-            config.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(run.dir / MODEL_CONFIG, config / "config.json")
-            weights.write_random(config, want.model_dir, want.weights_seed)
+            weights.write_random(config_folder(run.dir / MODEL_CONFIG, run.dir), want.model_dir, want.weights_seed)
         except OSError as error:
             raise RunError(f"the weights of run {want.id} are not in {want.model_dir} and cannot be written there: {error}") from error
         note = f"the weights were not there; drawn again from seed {want.weights_seed}"

@@ -26,6 +26,14 @@ SCHEMA = 1
 MODEL_CONFIG = "model_config.json"  # beside run.json, where the weights were drawn from a seed
 
 
+def config_folder(config: Path, folder: Path) -> Path:
+    """A model folder that holds just this config.json, in a run's folder. Raises OSError."""
+    place = folder / "weights" / "config"
+    place.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(config, place / "config.json")
+    return place
+
+
 class RunError(Exception):
     """A run folder that is missing, broken or not what was asked for; one clear line."""
 

@@ -326,6 +326,11 @@ def matches(path: str, globs: Sequence[str]) -> bool:
     return any(_match(PurePosixPath(path).parts, PurePosixPath(glob).parts) for glob in globs)
 
 
+def unfrozen(sources: Mapping[str, str], frozen: Sequence[str]) -> dict[str, str]:
+    """The sources that a patch may change."""
+    return {path: text for path, text in sources.items() if not matches(path, frozen)}
+
+
 def _match(parts: tuple[str, ...], glob: tuple[str, ...]) -> bool:
     if not glob:
         return not parts

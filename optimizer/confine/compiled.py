@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import tempfile
 import threading
 from collections import defaultdict
@@ -18,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from optimizer.confine import procfs
 from optimizer.traffic.client import ClientError, Request
 from optimizer.types import LaunchSpec
 
@@ -67,17 +67,8 @@ def copy(source: Path, target: Path) -> None:
             names.clear()
             continue
         for name in entries:
-            data = _read(Path(folder, name), left) if files > 0 else None
+            data = procfs.read_result(Path(folder), name, left) if files > 0 else None
             if data is not None:
                 (to / name).write_bytes(data)
                 left, files = left - len(data), files - 1
 
-
-def _read(path: Path, most: int) -> bytes | None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with os.fdopen(fd, "rb") as handle:
-        status = os.fstat(fd)
-        return handle.read() if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= most else None

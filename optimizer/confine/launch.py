@@ -10,7 +10,6 @@ import itertools
 import os
 import secrets
 import signal
-import stat
 import subprocess
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer.confine import cgroup, compiled, procfs, sandbox
+from optimizer.confine.procfs import read_result
 from optimizer.confine.sandbox import Bind, Limits, SandboxLevel
 from optimizer.target import render_serve
 from optimizer.traffic import wire
@@ -323,19 +323,6 @@ def sweep() -> None:
         owner = folder.name.split("-")[1]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
             procfs.remove_tree(folder)
-
-
-def read_result(folder: Path, name: str, cap_bytes: int) -> bytes | None:
-    """The bytes of a regular file that a candidate wrote; None for a link, another kind, or one over the cap."""
-    try:
-        fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with os.fdopen(fd, "rb") as handle:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_size > cap_bytes:
-            return None
-        return handle.read(cap_bytes + 1)[:cap_bytes]
 
 
 def _binds(spec: LaunchSpec, work: Path, level: SandboxLevel) -> dict[str, Bind]:

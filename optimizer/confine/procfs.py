@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import time
+from pathlib import Path
 
 ENTRY_BYTES = 4096  # what an empty file or folder costs a file system, roughly
 
@@ -138,6 +140,19 @@ def maps(pid: int) -> set[str]:
             if len(parts) == 6 and parts[5].startswith("/"):
                 found.add(parts[5])
     return found
+
+
+def read_result(folder: Path, name: str, cap_bytes: int) -> bytes | None:
+    """The bytes of a regular file that a candidate wrote; None for a link, another kind, or one over the cap."""
+    try:
+        fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(fd, "rb") as handle:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_size > cap_bytes:
+            return None
+        return handle.read(cap_bytes + 1)[:cap_bytes]
 
 
 def disk_used(folder: str | os.PathLike[str]) -> int:

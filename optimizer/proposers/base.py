@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
 from optimizer.knowledge.blueprint import Entry
-from optimizer.runrepo import matches
+from optimizer.runrepo import unfrozen
 from optimizer.types import Series
 from trace_diff.types import Finding
 
@@ -68,7 +68,7 @@ class ProposeContext:
 
     def open(self) -> dict[str, str]:
         """The sources that a patch may change."""
-        return {f: text for f, text in self.sources.items() if not matches(f, self.frozen)}
+        return unfrozen(self.sources, self.frozen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,18 +16,15 @@ ROWS = "rows"  # the new parameter
 def propose(sources: dict[str, str], finding: dict) -> dict:
     """One patch; see the module docstring."""
     trees = t.parse_all(sources)
-    edits: dict[cst.CSTNode, object] = {}
-    files: dict[cst.CSTNode, str] = {}
+    edits: dict[str, dict[cst.CSTNode, object]] = {}
     for part in (_caller, _models, _layer):
         found = part(trees)
         if isinstance(found, str):
             return {"declined": found}
         for file, new in found:
-            edits |= new
-            files |= dict.fromkeys(new, file)
-    changed = {f: t.replace(trees[f], {n: e for n, e in edits.items() if files[n] == f}).code for f in dict.fromkeys(files.values())}
+            edits.setdefault(file, {}).update(new)
     return {
-        "sources": changed,
+        "sources": {file: t.replace(trees[file], new).code for file, new in edits.items()},
         "mechanism": "last-layer-rows",
         "title": "Behind the last layer's attention, only the rows whose logits are read",
         "predicted_us": finding.get("bound_us"),
