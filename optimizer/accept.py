@@ -132,7 +132,15 @@ def judge(stage: Stage, pairs: Sequence[Pair], calibration: Calibration, protoco
         return replace(result, passed=False, parked=True, reason=RejectReason.DRIFT, why=why)
     if not result.passed or stage is Stage.SCREEN:
         return result
-    return _with_guards(result, pairs, calibration, more=g.size < planned)
+    return _with_guards(result, pairs, calibration, _streams(protocol), more=g.size < planned)
+
+
+def _streams(protocol: Protocol) -> dict[str, float]:
+    """Streams at once of each closed batch cell, for each of the target cell's; {} where the target is no time per token."""
+    if protocol.metric not in ("tpot", "token_wall"):
+        return {}
+    mine = max(1, protocol.cell.concurrency)
+    return {c.name: c.concurrency / mine for c in protocol.guard_cells if c.concurrency > 1}
 
 
 def _too_many_discarded(stage: Stage, own: Sequence[Pair], protocol: Protocol) -> StageResult | None:
@@ -168,10 +176,12 @@ def _result(stage: Stage, g: stats.Array, cal: Calibration, passed: bool, p: flo
     )  # fmt: skip
 
 
-def _with_guards(result: StageResult, pairs: Sequence[Pair], cal: Calibration, more: bool) -> StageResult | None:
+def _with_guards(
+    result: StageResult, pairs: Sequence[Pair], cal: Calibration, streams: Mapping[str, float], more: bool
+) -> StageResult | None:
     """Guards after the gain is shown. Decide stops only on a guard that is shown worse; confirm needs all to pass."""
     judged = [p for p in pairs if p.stage in (Stage.SCREEN, Stage.DECIDE, Stage.CONFIRM)]
-    found = guards.check(judged, cal, result.ratio)
+    found = guards.check(judged, cal, result.ratio, streams)
     facts = {**result.facts, "guards": [g.to_json() for g in found]}
     bad = [g for g in found if g.state is not guards.GuardState.PASS]
     if result.stage is Stage.DECIDE:

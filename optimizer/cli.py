@@ -274,9 +274,10 @@ def bench(
     if not aiperf:
         _fail("bench knows --aiperf only; the loop's own measurement is `optimize`")
     work = benching.Workload(prompt_tokens, new_tokens, concurrency, requests)
-    found = benching.bench_run(load(find(runs, run)), work, url or ())
-    for line in benching.lines(found):
-        console().print(line, markup=False, highlight=False)
+    place = find(runs, run)
+    found = benching.bench_run(load(place), work, url or ())
+    for line in (*benching.lines(found), f"`optimize report {place.name}` shows them beside the run's own figures"):
+        console().print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if any(engine["fault"] for engine in found["engines"]) else 0)
 
 

@@ -10,7 +10,7 @@ larger; a person may state another for a run at its start. Margin and power are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -23,7 +23,8 @@ from optimizer.types import Calibration, Pair
 ALPHA = 0.05  # one-sided, per guard
 POWER_Z = 2.326  # a guard that did not change passes with about 99 % where its SD is known
 SD_CONFIDENCE = 0.2  # the calibrated SD rests on few pairs: its 80 % upper bound sets the margin
-ABSURD = 4.0  # a guard cell this many times faster than the target's own speed-up is not believed
+ABSURD = 4.0  # a guard cell this many times faster than the target's own speed-up is not believed ...
+SAME_STEP = 0.9  # ... unless one of its steps takes what a step of the target cell takes with the same candidate, or longer
 
 _BASE = (("_fraction", 0.02), ("p95", 0.05), ("p99", 0.05), ("memory", 0.02), ("start_up", 0.10))
 _BASE_P50 = 0.02
@@ -94,19 +95,26 @@ def margin(name: str, calibration: Calibration, n: int) -> tuple[float, float]:
     return m, float(stats.normal_cdf(bar / (sd / root) - t)) if sd > 0 else 1.0
 
 
-def check(pairs: Sequence[Pair], calibration: Calibration, target_ratio: float) -> list[Guard]:
+def check(
+    pairs: Sequence[Pair], calibration: Calibration, target_ratio: float, streams: Mapping[str, float] | None = None
+) -> list[Guard]:
     """Every guard found in `pairs`, worst first. target_ratio: candidate / incumbent on the target metric.
+
+    streams: by batch cell, its streams at once for each of the target cell's, where the target is a time per token:
+    with them a batch cell that the incumbent was slow at for reasons of its own is told from one that is too fast.
 
     A guard that arm a has and arm b lacks cannot occur here: a pair holds both or `measure` failed the
     candidate. No guards at all means an empty list: the protocol decides whether that is allowed.
     """
     names = sorted({n for p in pairs if not p.discarded for n in p.guards})
-    found = [_one(n, pairs, calibration, target_ratio) for n in names]
+    found = [_one(n, pairs, calibration, target_ratio, streams or {}) for n in names]
     order = [GuardState.ABSURD, GuardState.WORSE, GuardState.UNDECIDED, GuardState.PASS]
     return sorted(found, key=lambda g: (order.index(g.state), -g.change))
 
 
-def _one(name: str, pairs: Sequence[Pair], calibration: Calibration, target_ratio: float) -> Guard:
+def _one(
+    name: str, pairs: Sequence[Pair], calibration: Calibration, target_ratio: float, streams: Mapping[str, float]
+) -> Guard:
     v = values(name, pairs)
     n = v.size
     if n == 0:
@@ -124,7 +132,21 @@ def _one(name: str, pairs: Sequence[Pair], calibration: Calibration, target_rati
     else:
         state = GuardState.UNDECIDED
     timed = not any(k in name for k in _NOT_TIME)
-    if timed and location < np.log(min(target_ratio, 1.0)) - np.log(ABSURD):
+    if timed and location < np.log(min(target_ratio, 1.0)) - np.log(ABSURD) and not _whole_steps(name, pairs, streams):
         state = GuardState.ABSURD
     shown = (lambda x: float(x)) if fraction else (lambda x: float(np.expm1(x)))
     return Guard(name, state, shown(location), shown(location + half), m, power, n)
+
+
+def _whole_steps(name: str, pairs: Sequence[Pair], streams: Mapping[str, float]) -> bool:
+    """Whether a step of this batch cell takes the candidate no less than one of the target cell: nothing was left out.
+
+    An engine without patches may be slow at a batch for reasons of its own (attention planned anew for every new
+    shape); a candidate that gains more there than at the target is then no riddle.
+    """
+    cell, _, metric = name.rpartition(".")
+    if metric != "token_wall_us" or cell not in streams:
+        return False
+    both = [(p.guards[name][1], p.b_us_per_token) for p in pairs if not p.discarded and name in p.guards]
+    steps = [np.log(wall * streams[cell] / token) for wall, token in both if wall > 0 and token]
+    return bool(steps) and float(np.median(steps)) >= np.log(SAME_STEP)

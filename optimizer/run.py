@@ -129,7 +129,7 @@ class Run:
         """One arm: the tree of a commit, checked out at worktrees/<name>, with everything else as requested."""
         want = self.request
         tp = want.tp if tp is None else tp
-        compiled = self.dir / "compiled" / f"{commit[:16]}-tp{tp}" if want.device == "cuda" else None
+        compiled = self.dir / "compiled" / f"{self.repo.tree_of(commit)[:16]}-tp{tp}" if want.device == "cuda" else None
         return LaunchSpec(
             tree=self.repo.tree(commit, name),
             target=self.target,

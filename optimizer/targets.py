@@ -101,9 +101,11 @@ def protocol_for(base: Protocol, target: str = "tok/s", device: str = "cpu") -> 
         raise ValueError(f"no traffic cells for device {device!r}; valid: {', '.join(CELLS)}")
     quick = base.name == "quick"
     cells = CELLS[device] | (_SHORT if quick and device == "cuda" else {})
-    steps = base.warmup_steps if device == "cpu" or quick else 64
+    mine = cells.get(base.cell.name, base.cell)
+    # On a GPU every length that is timed: a library may plan or compile for each one anew (cuDNN's attention does).
+    steps = base.warmup_steps if device == "cpu" else mine.new_tokens - 1
     scaled = tuple(cells.get(c.name, c) for c in base.guard_cells)
-    protocol = replace(base, cell=cells.get(base.cell.name, base.cell), guard_cells=scaled, warmup_steps=steps)
+    protocol = replace(base, cell=mine, guard_cells=scaled, warmup_steps=steps)
     cell, metric = _asked_for(target, cells)
     if cell.name == protocol.cell.name:
         return replace(protocol, metric=metric, cell=cell)

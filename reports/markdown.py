@@ -9,6 +9,7 @@ from reports import diff_page
 from reports.text import clip, micro
 
 if TYPE_CHECKING:
+    from reports.run_clients import ClientRow
     from reports.run_page import RunPage
     from trace_diff.analysis import Analysis
     from trace_diff.compare import Diff
@@ -89,6 +90,10 @@ def comparison(diff: Diff, findings: Iterable[Finding], analyses: Sequence[Analy
     return "\n".join([f"# {cell(title or labels)}", "", *_findings(findings), *_comparison(page)])
 
 
+def _fault(row: ClientRow) -> str:
+    return "fault of measurement" + (f": {row.why}" if row.why else "") if row.fault else ""
+
+
 def run(
     page: RunPage,
     diff: diff_page.DiffPage | None,
@@ -121,6 +126,9 @@ def run(
     if page.ablations:
         rows = [[cell(v, 200) for v in row] for row in page.ablations]
         out += ["## Leave one out", "", *_rows(["left out", "what it buys", "95 %", "outcome"], rows, 9), ""]
+    if page.clients:
+        rows = [[cell(r.engine, 60), r.metric, r.ours, r.aiperf, r.difference, cell(_fault(r), 300)] for r in page.clients.rows]
+        out += ["## By two clients", "", page.clients.about, "", *_rows(["engine", "", "our client", "AIPerf", "differ", ""], rows, 2), ""]
     if "timeline" in pictures:
         out += ["## One token, N engines", "", "![timeline](timeline.png)", ""]
     if findings:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from reports import run_clients
 from reports.run_data import Attempt, Measured, Run
 from reports.run_judged import command, goal, judged
 from reports.text import micro
@@ -98,6 +99,7 @@ class RunPage:
     timing: list[tuple[str, str]] = field(default_factory=list)
     knowledge: list[str] = field(default_factory=list)
     ablations: list[tuple[str, str, str, str]] = field(default_factory=list)  # patch, without it, 95 %, outcome
+    clients: run_clients.Clients | None = None
 
 
 def tok_s(us: float | None) -> str:
@@ -133,6 +135,7 @@ def build(run: Run) -> RunPage:
         timing=_timing(run),
         knowledge=_knowledge(run),
         ablations=[_ablation(d) for d in run.ablations],
+        clients=run_clients.load(run.directory),
     )
 
 

@@ -1,4 +1,4 @@
-"""Code that an engine compiles while it runs: made once for a commit, then every launch gets a copy of its own.
+"""Code that an engine compiles while it runs: made once for a program, then every launch gets a copy of its own.
 
 The folder is filled by a launch that nobody judges and that answers public requests only. A judged launch can thus neither
 learn from it that another one was before it, nor leave anything for the next. Not for: starting engines (`launch.py`).
@@ -30,7 +30,7 @@ _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 
 def fill(spec: LaunchSpec, folder: Path, unjudged: Callable[[LaunchSpec, Path], AbstractContextManager[Any]]) -> None:
-    """Copy what this commit compiled to `folder`; the first time it is compiled now.
+    """Copy what this program compiled to `folder`; the first time it is compiled now.
 
     `unjudged(spec, keep)` starts an engine whose compiled code is in the folder `keep` once it is closed. One that fails
     leaves an empty folder: the launch that is judged fails by itself.

@@ -151,23 +151,18 @@ class SelfTest:
 
 def self_test(streams: int = 32, pace_ms: float = 10.0, tokens: int = 60, repeats: int = 3) -> SelfTest:
     """Median client CPU per token over `repeats` batches. Errors: LoadError when streams fail."""
+    from optimizer.traffic.null_server import running
+
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "null.sock"
-        argv = [sys.executable, "-P", "-m", "optimizer.traffic.null_server", str(path), str(pace_ms)]
-        with subprocess.Popen(argv, env=os.environ | {"PYTHONPATH": str(_ROOT)}) as server:
-            try:
+        try:
+            with running(Path(folder) / "null.sock", pace_ms) as path:
                 return _measure_null(path, streams, pace_ms, tokens, repeats)
-            finally:
-                server.terminate()
+        except RuntimeError as error:
+            raise LoadError(str(error)) from error
 
 
 def _measure_null(path: Path, streams: int, pace_ms: float, tokens: int, repeats: int) -> SelfTest:
     client = Client(socket_path=path)
-    deadline = time.monotonic() + 10
-    while not client.health():
-        if time.monotonic() > deadline:
-            raise LoadError("the null server does not start")
-        time.sleep(0.02)
     requests = [Request(tuple(range(8)), tokens) for _ in range(streams)]
     costs: list[float] = []
     gaps: list[float] = []

@@ -7,13 +7,21 @@ event loop, events in one write each. Not for: tests of the loop (tests/fakes/en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n"
 _STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+_EVENT = {"id": "0", "object": "text_completion", "created": 0, "model": "null"}
 _METADATA = {"engine": "null", "dtype": "none", "device": "cpu", "tp": 1}
 
 
@@ -50,10 +58,10 @@ class NullServer:
             due += self.pace_s
             finish = "length" if i == n - 1 else None
             choice = {"index": 0, "text": "a", "token_ids": [i % 100], "finish_reason": finish}
-            writer.write(_chunk({"choices": [choice]}))
+            writer.write(_chunk({**_EVENT, "choices": [choice]}))
         prompt = len(asked["prompt"])
         usage = {"prompt_tokens": prompt, "completion_tokens": n, "total_tokens": prompt + n}
-        writer.write(_chunk({"choices": [], "usage": usage}))
+        writer.write(_chunk({**_EVENT, "choices": [], "usage": usage}))
         writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
 
@@ -68,6 +76,30 @@ def _length(head: bytes) -> int:
         if name.strip().lower() == b"content-length":
             return int(value)
     return 0
+
+
+@contextmanager
+def running(path: Path, pace_ms: float, first_ms: float = 0.0) -> Iterator[Path]:
+    """One in a process of its own, answering at the socket `path`. Errors: RuntimeError when it does not start."""
+    argv = [sys.executable, "-P", "-m", "optimizer.traffic.null_server", str(path), str(pace_ms), str(first_ms)]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    with subprocess.Popen(argv, env=env) as server:
+        try:
+            deadline = time.monotonic() + 10
+            while not _answers(path):
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the null server does not start")
+                time.sleep(0.02)
+            yield path
+        finally:
+            server.terminate()
+
+
+def _answers(path: Path) -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(str(path))
+        return True
+    return False
 
 
 async def serve(path: Path, pace_s: float, first_s: float) -> None:

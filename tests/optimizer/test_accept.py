@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from optimizer import accept, guards, rules, stats
+from optimizer import accept, guards, measure, rules, stats
 from optimizer.serial import build, plain
 from optimizer.types import Calibration, Cell, Pair, Protocol, RejectReason, Stage, Verdict
 
@@ -232,6 +232,21 @@ def test_one_absurdly_fast_cell_is_quarantined():
     result = confirmed({"long.us_per_token": 0.02}, **{"long.us_per_token": 0.01})
     assert result is not None and not result.passed and result.parked
     assert accept.verdict(result) is Verdict.PARKED
+
+
+@pytest.mark.parametrize(("wall", "parked"), [(2_300.0, False), (1_700.0, True), (240.0, True)])
+def test_a_batch_that_the_incumbent_was_slow_at_is_no_riddle_while_its_steps_are_whole(wall, parked):
+    """Seen on a GPU: CUDA graphs 9 times faster for one stream and 36 times for four, whose attention was planned anew for
+    every shape before. A step of four streams took 9.2 ms then, one of a single stream 8.6: nothing was left out. A batch
+    whose steps are shorter than a single stream's is still parked."""
+    quick = measure.protocol_for(measure.PROTOCOLS["quick"], "tok/s", "cuda")
+    guards = {"batch4.token_wall_us": (86_000.0, wall)}
+    taken = [Pair(s, i, "ab", "x", 78_000.0, 8_600.0, guards) for s in (Stage.DECIDE, Stage.CONFIRM) for i in range(2)]
+    cal = calibration(sd=0.05, **{"batch4.token_wall_us": 0.1})
+    result = accept.judge(Stage.CONFIRM, taken, cal, quick)
+    assert result is not None and (result.passed, result.parked) == (not parked, parked)
+    for_ttft = accept.judge(Stage.CONFIRM, taken, cal, replace(quick, metric="ttft"))
+    assert for_ttft is not None and for_ttft.parked  # what the target measures is no step there
 
 
 def test_less_memory_is_not_absurd_and_unchanged_guards_pass():

@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from optimizer.traffic import bench_aiperf as aiperf
-from optimizer.traffic import loadgen
-from optimizer.traffic.bench_aiperf import AiperfError, Numbers, Workload
+from optimizer.traffic import aiperf
+from optimizer.traffic import bench_aiperf as benching
+from optimizer.traffic.aiperf import AiperfError, Numbers, Workload
 from optimizer.traffic.client import Client, Request
 from optimizer.traffic.forward import forwarded
+from optimizer.traffic.null_server import running
 
 DATA = Path(__file__).parent / "data" / "aiperf"
 MODEL = Path(__file__).resolve().parents[2] / "engine" / "tiny_qwen3"
@@ -68,34 +67,28 @@ def test_its_prompts_become_the_same_tokens_for_our_client():
 
 def test_more_than_five_percent_is_a_fault_of_measurement():
     own = Numbers(50.0, 10.0, 100.0, 24, 64.0)
-    rows = aiperf.compare(own, Numbers(51.0, 10.8, 96.0, 24, 64.0))
+    rows = benching.compare(own, Numbers(51.0, 10.8, 96.0, 24, 64.0))
     assert [(r.metric, r.fault) for r in rows] == [("ttft_p50_ms", False), ("tpot_p50_ms", True), ("tokens_per_s", False)]
     with pytest.raises(AiperfError, match="different work"):
-        aiperf.compare(own, Numbers(50.0, 10.0, 100.0, 24, 63.0))
+        benching.compare(own, Numbers(50.0, 10.0, 100.0, 24, 63.0))
+
+
+def test_a_fault_says_what_the_clients_differ_by_where_nothing_is_computed():
+    """Seen on two cores: AIPerf 2.3 ms later at the first token of a tiny engine; that is its own, whatever the engine."""
+    own = Numbers(15.8, 6.0, 160.0, 24, 64.0)
+    clients = benching.Clients(Numbers(20.2, 10.0, 98.0, 8, 64.0), Numbers(22.5, 10.0, 97.0, 8, 64.0))
+    own_fault = benching.compare(own, Numbers(18.1, 6.0, 156.0, 24, 64.0), clients, 0.6)[0]
+    assert own_fault.fault and own_fault.why == "the clients themselves: on a server that computes nothing they say 20.20 and 22.50"
+    crowded = benching.compare(own, Numbers(18.1, 9.0, 100.0, 24, 64.0), clients, 1.3)
+    assert crowded[1].fault and crowded[1].why.startswith("+50.0% without") and "AIPerf kept 1.3 of " in crowded[1].why
+    assert crowded[2].fault and crowded[2].why.startswith("-36") and "98.00 and 97.00" in crowded[2].why
+    assert not benching.compare(own, own, clients, 1.3)[0].why
 
 
 def test_a_missing_program_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(AiperfError, match="make aiperf-env"):
         aiperf.find(tmp_path)
-
-
-@contextmanager
-def null_server(folder: Path, pace_ms: float):
-    import subprocess
-
-    path = folder / "s.sock"
-    argv = [sys.executable, "-P", "-m", "optimizer.traffic.null_server", str(path), str(pace_ms)]
-    env = os.environ | {"PYTHONPATH": str(Path(loadgen.__file__).resolve().parents[2])}
-    with subprocess.Popen(argv, env=env) as process:
-        try:
-            deadline = time.monotonic() + 10
-            while not Client(socket_path=path).health():
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            yield path
-        finally:
-            process.terminate()
 
 
 def program(folder: Path, text: str) -> Path:
@@ -109,24 +102,30 @@ def program(folder: Path, text: str) -> Path:
 def test_both_clients_meet_over_one_forwarded_socket(tmp_path):
     stand_in = program(tmp_path, f"shutil.copytree({str(DATA)!r}, out, dirs_exist_ok=True)")
     work = Workload(new_tokens=32, requests=4, warmup_requests=1)
-    with null_server(tmp_path, 2.0) as path, forwarded(path) as url:
+    with running(tmp_path / "s.sock", 2.0) as path, forwarded(path) as url:
         assert Client(base_url=url).complete([Request((1, 2, 3), 5)], 10)[0].token_ids == (0, 1, 2, 3, 4)
-        found = aiperf.bench_url("null", url, "null", MODEL, work, tmp_path / "out", stand_in)
+        found = benching.bench_url("null", url, "null", MODEL, work, tmp_path / "out", stand_in)
     assert found["fault"] and 1.5 < found["ours"]["tpot_p50_ms"] < 6.0
     assert found["ours"]["output_tokens"] == 32
-    text = "\n".join(aiperf.lines({"engines": [found]}))
-    assert "fault of measurement" in text and "tpot_p50_ms" in text
+    text = "\n".join(benching.lines({"engines": [found]}))
+    assert "fault of measurement" in text and "tpot_p50_ms" in text and found["aiperf_cores"] > 0
+
+
+def test_both_clients_meet_a_server_that_computes_nothing_first(tmp_path):
+    clients = benching.meet(program(tmp_path, f"shutil.copytree({str(DATA)!r}, out, dirs_exist_ok=True)"), Workload(new_tokens=32), MODEL, tmp_path / "out")
+    assert clients.aiperf == aiperf.parse(DATA)
+    assert 20.0 <= clients.ours.ttft_p50_ms < 40.0 and 9.0 < clients.ours.tpot_p50_ms < 20.0
 
 
 def test_a_program_that_fails_or_hangs_is_named_and_gone(tmp_path):
     out = tmp_path / "out"
     failing = program(tmp_path, "sys.exit('no server')")
     with pytest.raises(AiperfError, match="no server"):
-        aiperf.run_aiperf([str(failing), "--artifact-dir", str(out)], out)
+        aiperf.run([str(failing), "--artifact-dir", str(out)], out)
     hanging = program(tmp_path, "time.sleep(60)")
     began = time.monotonic()
     with pytest.raises(AiperfError, match="did not end"):
-        aiperf.run_aiperf([str(hanging), "--artifact-dir", str(out)], out, timeout_s=0.3)
+        aiperf.run([str(hanging), "--artifact-dir", str(out)], out, timeout_s=0.3)
     assert time.monotonic() - began < 5
     shutil.rmtree(out)
 
@@ -143,4 +142,4 @@ def test_other_servers_are_named_with_their_model(tmp_path):
             return None
 
     with pytest.raises(AiperfError, match="label=http"):
-        aiperf.bench_run(Run(), Workload(), ["http://127.0.0.1:8000"])
+        benching.bench_run(Run(), Workload(), ["http://127.0.0.1:8000"])

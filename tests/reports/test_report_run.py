@@ -190,6 +190,31 @@ def test_a_damaged_trace_is_a_note_not_an_end(tmp_path: Path) -> None:
     assert "traces/hf" in text and "first engine" in text
 
 
+@pytest.mark.parametrize("why", ["", "the clients themselves: <b>20.20</b> and 22.50"])
+def test_what_two_clients_measured_stands_side_by_side(why: str, tmp_path: Path) -> None:
+    run = build_run.build_run(tmp_path / "run", plans=build_run.PLANS[:1], traces=False)
+    (run / "aiperf").mkdir()
+    work = {"prompt_tokens": 64, "new_tokens": 32, "concurrency": 1, "requests": 24}
+    row = {"metric": "ttft_p50_ms", "ours": 15.78, "aiperf": 18.09, "difference": 18.09 / 15.78 - 1, "fault": True, "why": why}
+    fine = {"metric": "tokens_per_s", "ours": 161.91, "aiperf": 155.87, "difference": -0.0373, "fault": False}
+    engine = {"label": "original", "workload": work, "rows": [row, fine]}
+    (run / "aiperf/aiperf.json").write_text(json.dumps({"fault_above": 0.05, "engines": [engine]}))
+    html.run_report(run, tmp_path / "out")
+    for name in ("index.html", "report.md"):
+        text = (tmp_path / "out" / name).read_text()
+        for shown in ("15.78 ms", "18.09 ms", "+14.6%", "161.91 tok/s", "155.87 tok/s", "-3.7%", "24 requests of 64 + 32 tokens"):
+            assert shown in text, (name, shown)
+        assert text.count("fault of measurement") == 1 and "<b>20.20" not in text
+
+
+@pytest.mark.parametrize("left", ["", "{", "[]", '{"engines": []}', '{"engines": [{"label": "x"}], "fault_above": 0.05}'])
+def test_clients_results_that_cannot_be_read_are_left_out(left: str, tmp_path: Path) -> None:
+    run = build_run.build_run(tmp_path / "run", plans=build_run.PLANS[:1], traces=False)
+    (run / "aiperf").mkdir()
+    (run / "aiperf/aiperf.json").write_text(left)
+    assert "By two clients" not in html.run_report(run, tmp_path / "out").read_text()
+
+
 HOSTILE = '<script>alert(1)</script>"\'><img src=x onerror=1>&amp;{{ 7*7 }}{% raw %}\x00\x1b[31m$\\frac$|`*_' + "A" * 10_000
 
 
