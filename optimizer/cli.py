@@ -265,9 +265,10 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens")] = 64,
     new_tokens: Annotated[int, typer.Option("--new-tokens")] = 64,
     url: Annotated[list[str] | None, typer.Option("--url", help="another server that is up: label=http://host:port/model")] = None,
+    vllm_site: Annotated[Path | None, typer.Option("--vllm-site", help="folder with vLLM in it, where the run's interpreter has none")] = None,
     runs: Runs = RUNS,
 ) -> None:
-    """The first and the final engine of a run, and other servers, measured by AIPerf and by our own client."""
+    """The first and the final engine of a run, vLLM where it is installed, and other servers, measured by AIPerf and by our own client."""
     from optimizer.run import find, load
     from optimizer.traffic import bench_aiperf as benching
 
@@ -275,7 +276,7 @@ def bench(
         _fail("bench knows --aiperf only; the loop's own measurement is `optimize`")
     work = benching.Workload(prompt_tokens, new_tokens, concurrency, requests)
     place = find(runs, run)
-    found = benching.bench_run(load(place), work, url or ())
+    found = benching.bench_run(load(place), work, url or (), vllm_site)
     for line in (*benching.lines(found), f"`optimize report {place.name}` shows them beside the run's own figures"):
         console().print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if any(engine["fault"] for engine in found["engines"]) else 0)

@@ -8,7 +8,9 @@ Flags are those of vLLM 0.25 (`vllm/engine/arg_utils.py`, `vllm/config/{compilat
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ class Common:
     program: tuple[str, ...] = PROGRAM
     profile: bool = False  # /start_profile and /stop_profile write into {trace_dir}
     uds: bool = True  # False: a loopback port
+    texts: bool = False  # it loads the model's tokenizer, for clients that send text
 
     def kv_bytes(self) -> int:
         """Bytes that a KV cache of `kv_tokens` tokens takes of each rank. Raises KeyError for a config.json without dimensions."""
@@ -57,10 +60,20 @@ class Common:
         return 2 * config["num_hidden_layers"] * heads * size * _BYTES[self.dtype] * self.kv_tokens // self.tp
 
 
+def installed(python: Path, site: Path | None = None) -> bool:
+    """Whether an interpreter finds vLLM, in `site` too."""
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    env = os.environ | ({"PYTHONPATH": str(site)} if site is not None else {})
+    try:
+        return subprocess.run([str(python), "-c", look], env=env, cwd="/", capture_output=True, check=False, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
 def command(common: Common, setting: Setting) -> Command:
     """The command of one configuration; `{socket}` or `{port}`, `{model_dir}` and `{trace_dir}` are left to be filled."""
     argv = [*common.program, "--model", "{model_dir}", *(("--uds", "{socket}") if common.uds else ("--host", "127.0.0.1", "--port", "{port}"))]
-    argv += ["--served-model-name", "model", "--skip-tokenizer-init", "--generation-config", "vllm", "--seed", "0"]
+    argv += ["--served-model-name", "model", *(() if common.texts else ("--skip-tokenizer-init",)), "--generation-config", "vllm", "--seed", "0"]
     argv += ["--load-format", common.load_format, "--dtype", common.dtype, "--kv-cache-dtype", "auto"]
     argv += ["--max-model-len", str(common.max_model_len), "--no-enable-prefix-caching"]
     argv += ["--kv-cache-memory-bytes", str(common.kv_bytes()), "--gpu-memory-utilization", str(MEMORY_SHARE)]

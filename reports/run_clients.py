@@ -47,6 +47,7 @@ def _about(found: dict[str, Any]) -> str:
     return (
         f"{work['requests']} requests of {work['prompt_tokens']} + {work['new_tokens']} tokens over HTTP, {work['concurrency']} at a time, the "
         f"same prompts on the same launch. Where the clients differ by more than {found['fault_above']:.0%} neither is believed."
+        + "".join(f" Not measured: {label} ({str(why).strip().splitlines()[0]})." for label, why in (found.get("left_out") or {}).items())
     )
 
 

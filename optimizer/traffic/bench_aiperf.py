@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from optimizer import targets
+from optimizer import targets, vllm_server
 from optimizer.confine.launch import launch
+from optimizer.outside import Command, OutsideError, serve
 from optimizer.traffic import aiperf
 from optimizer.traffic.aiperf import AiperfError, Numbers, Workload
 from optimizer.traffic.client import Client, Request
@@ -30,6 +31,7 @@ from optimizer.types import LaunchSpec, Stream
 
 FAULT = 0.05
 _ROOT = Path(__file__).resolve().parents[2]
+VLLM_START_S = 600.0  # it compiles on its first start
 NULL_FIRST_MS, NULL_PACE_MS, NULL_REQUESTS = 20.0, 10.0, 8  # the server that computes nothing: what it is told to do
 
 
@@ -143,12 +145,13 @@ def bench_url(
 
 def bench(
     specs: Mapping[str, LaunchSpec], out: Path, *, root: Path, work: Workload | None = None,
-    urls: Mapping[str, tuple[str, str]] | None = None,
+    urls: Mapping[str, tuple[str, str]] | None = None, vllm: Command | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One launch per engine, e.g. {"original": ..., "final": ...}; written to `out/aiperf.json` and returned.
 
-    urls: servers that are already up, such as vLLM: label -> (URL, model name); they are sent the prompts of the
-    first spec's tokenizer. Errors: AiperfError, LaunchError.
+    urls: servers that are already up: label -> (URL, model name); they are sent the prompts of the first spec's
+    tokenizer, as is vLLM, which is started last. What keeps it from being measured is a line of the result.
+    Errors: AiperfError, LaunchError.
     """
     program, work = aiperf.find(root), work or Workload()
     tokenizer = next(iter(specs.values())).model_dir
@@ -160,8 +163,19 @@ def bench(
             results.append(bench_url(label, url, model, spec.model_dir, work, out, program, clients))
     for label, (url, model) in (urls or {}).items():
         results.append(bench_url(label, url, model, tokenizer, work, out, program, clients))
+    left_out: dict[str, str] = {}
+    if vllm is not None:
+        first = next(iter(specs.values()))
+        try:
+            with (
+                serve(vllm, first.model_dir, first.python, timeout_s=VLLM_START_S, devices=first.devices) as server,
+                forwarded(_socket(server)) as url,
+            ):
+                results.append(bench_url("vllm", url, "model", tokenizer, work, out, program, clients))
+        except (OutsideError, AiperfError) as error:
+            left_out["vllm"] = str(error)[-2000:]
     null = {"first_ms": NULL_FIRST_MS, "pace_ms": NULL_PACE_MS, **asdict(clients)}
-    found = {"schema": 1, "fault_above": FAULT, "null_server": null, "engines": results}
+    found = {"schema": 1, "fault_above": FAULT, "null_server": null, "engines": results, "left_out": left_out}
     (out / "aiperf.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
 
@@ -173,10 +187,11 @@ def _socket(server: Any) -> Path:
     return path
 
 
-def bench_run(run: Any, work: Workload, others: Sequence[str] = ()) -> dict[str, Any]:
-    """The first and the final engine of a `run.Run`, from its own repository; artefacts under its `aiperf/`.
+def bench_run(run: Any, work: Workload, others: Sequence[str] = (), vllm_site: Path | None = None) -> dict[str, Any]:
+    """The first and the final engine of a `run.Run`, from its own repository, and vLLM where it is installed for the
+    run's interpreter or lies in `vllm_site`; artefacts under the run's `aiperf/`.
 
-    others: `label=http://host:port/model` of servers that are up, such as vLLM. Errors: AiperfError, LaunchError.
+    others: `label=http://host:port/model` of servers that are up. Errors: AiperfError, LaunchError.
     """
     final = run.repo.incumbent()
     specs = {"original": run.spec(run.base, "aiperf-original", "original")}
@@ -188,10 +203,21 @@ def bench_run(run: Any, work: Workload, others: Sequence[str] = ()) -> dict[str,
         if match is None:
             raise AiperfError(f"{other!r}: give label=http://host:port/model")
         urls[match[1]] = match[2], match[3]
-    found = bench(specs, run.dir / "aiperf", root=_ROOT, work=work, urls=urls)
+    found = bench(specs, run.dir / "aiperf", root=_ROOT, work=work, urls=urls, vllm=vllm_of(run.request, work, vllm_site))
     for spec in specs.values():
         run.repo.drop_tree(spec.tree.name)
     return found
+
+
+def vllm_of(want: Any, work: Workload, site: Path | None) -> Command | None:
+    """How vLLM would serve a run's model by its own defaults, with as many ranks; None where it is not installed."""
+    if not vllm_server.installed(want.python, site):
+        return None
+    longest = max(2048, 2 * (work.prompt_tokens + work.new_tokens))
+    common = vllm_server.Common(
+        model=want.model_dir, dtype=want.dtype, max_model_len=longest, tp=want.tp, site=site and site.resolve(), texts=True
+    )
+    return vllm_server.command(common, vllm_server.Setting("defaults"))
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
@@ -204,4 +230,4 @@ def lines(found: Mapping[str, Any]) -> list[str]:
                 f"{engine['label']:12} {row['metric']:14} {row['ours']:10.2f} {row['aiperf']:10.2f} {row['difference']:+8.1%}{mark}"
             )
             text += [f"  {row['why']}"] if row["why"] else []
-    return text
+    return text + [f"{label}: not measured: {why.strip().splitlines()[0]}" for label, why in found.get("left_out", {}).items()]

@@ -5,20 +5,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from optimizer.target import load_target
 from optimizer.traffic import aiperf
 from optimizer.traffic import bench_aiperf as benching
 from optimizer.traffic.aiperf import AiperfError, Numbers, Workload
 from optimizer.traffic.client import Client, Request
 from optimizer.traffic.forward import forwarded
 from optimizer.traffic.null_server import running
+from optimizer.types import LaunchSpec
 
 DATA = Path(__file__).parent / "data" / "aiperf"
 MODEL = Path(__file__).resolve().parents[2] / "engine" / "tiny_qwen3"
@@ -143,3 +147,35 @@ def test_other_servers_are_named_with_their_model(tmp_path):
 
     with pytest.raises(AiperfError, match="label=http"):
         benching.bench_run(Run(), Workload(), ["http://127.0.0.1:8000"])
+
+
+def a_site(folder: Path, repo: Path) -> Path:
+    """A folder with a vLLM in it: the stand-in, under the real one's name."""
+    inner = folder / "vllm" / "entrypoints" / "openai"
+    inner.mkdir(parents=True)
+    for package in (folder / "vllm", folder / "vllm" / "entrypoints", inner):
+        (package / "__init__.py").touch()
+    fake = repo / "tests" / "fakes" / "vllm" / "api_server.py"
+    (inner / "api_server.py").write_text(f"import runpy\nrunpy.run_path({str(fake)!r}, run_name='__main__')\n")
+    return folder
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_vllm_is_measured_where_it_is_installed(starts, repo, tmp_path, monkeypatch):
+    """It is started with the model's tokenizer (AIPerf sends text); one that does not start costs no other result."""
+    want = SimpleNamespace(python=Path(sys.executable), model_dir=MODEL, dtype="float32", tp=1)
+    work = Workload(new_tokens=32, requests=4, warmup_requests=1)
+    assert (benching.vllm_of(want, work, None) is None) == (importlib.util.find_spec("vllm") is None)
+    command = benching.vllm_of(want, work, a_site(tmp_path / "site", repo))
+    assert command is not None and "--skip-tokenizer-init" not in command.argv
+    if not starts:
+        monkeypatch.setenv("FAKE_VLLM", "dies")
+    program(tmp_path, f"shutil.copytree({str(DATA)!r}, out, dirs_exist_ok=True)").rename(tmp_path / "aiperf.real")
+    (tmp_path / ".venv-aiperf" / "bin").mkdir(parents=True)
+    (tmp_path / "aiperf.real").rename(tmp_path / ".venv-aiperf" / "bin" / "aiperf")
+    engine = repo / "tests" / "fakes" / "engine"
+    spec = LaunchSpec(engine, load_target(engine), Path(sys.executable), MODEL, 1, "cpu", label="fake", sandbox="none")
+    found = benching.bench({"original": spec}, tmp_path / "out", root=tmp_path, work=work, vllm=command)
+    assert [e["label"] for e in found["engines"]] == ["original", "vllm"][: 1 + starts]
+    assert json.loads((tmp_path / "out" / "aiperf.json").read_text()) == found and found["null_server"]["pace_ms"] == 10.0
+    assert ("vllm: not measured: " in benching.lines(found)[-1]) != starts

@@ -198,11 +198,11 @@ def test_what_two_clients_measured_stands_side_by_side(why: str, tmp_path: Path)
     row = {"metric": "ttft_p50_ms", "ours": 15.78, "aiperf": 18.09, "difference": 18.09 / 15.78 - 1, "fault": True, "why": why}
     fine = {"metric": "tokens_per_s", "ours": 161.91, "aiperf": 155.87, "difference": -0.0373, "fault": False}
     engine = {"label": "original", "workload": work, "rows": [row, fine]}
-    (run / "aiperf/aiperf.json").write_text(json.dumps({"fault_above": 0.05, "engines": [engine]}))
+    (run / "aiperf/aiperf.json").write_text(json.dumps({"fault_above": 0.05, "engines": [engine], "left_out": {"vllm": "vLLM, defaults ended\nlog"}}))
     html.run_report(run, tmp_path / "out")
     for name in ("index.html", "report.md"):
         text = (tmp_path / "out" / name).read_text()
-        for shown in ("15.78 ms", "18.09 ms", "+14.6%", "161.91 tok/s", "155.87 tok/s", "-3.7%", "24 requests of 64 + 32 tokens"):
+        for shown in ("15.78 ms", "18.09 ms", "+14.6%", "161.91 tok/s", "155.87 tok/s", "-3.7%", "24 requests of 64 + 32 tokens", "vllm (vLLM, defaults ended)"):
             assert shown in text, (name, shown)
         assert text.count("fault of measurement") == 1 and "<b>20.20" not in text
 
