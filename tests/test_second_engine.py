@@ -84,7 +84,7 @@ def test_what_another_run_taught_is_accepted_for_exactly_this_engine(place: Path
     given = start.Options(target_dir=place, model=MODEL, tp=1, device="cpu", run_dir=tmp_path / "probe", seed=0)
     record = repo / "reports" / "gallery" / "h200-tp1"
     names = transfer.accept(record, tmp_path / "knowledge", given)
-    assert len(names) == 3
+    assert len(names) == 4
     other = start.prepare(start.Options(target_dir=place, model=MODEL, tp=1, device="cpu", run_dir=tmp_path / "other", knowledge=tmp_path / "knowledge"))
     assert [e.id for e in learning.accepted(other)] == names
     own = start.prepare(start.Options(tp=1, device="cpu", run_dir=tmp_path / "own", knowledge=tmp_path / "knowledge"))
