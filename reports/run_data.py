@@ -247,7 +247,8 @@ def chain(lines: list[dict[str, Any]]) -> bool | None:
 
 def _attempts(directory: Path, lines: list[dict[str, Any]]) -> list[Attempt]:
     found: dict[int, Attempt] = {}
-    for line in lines:
+    ends: dict[int, int] = {}  # line of an attempt's verdict
+    for at, line in enumerate(lines):
         number, kind = line.get("attempt"), line.get("kind")
         data = _data(line)
         if not isinstance(number, int) or isinstance(number, bool):
@@ -264,18 +265,21 @@ def _attempts(directory: Path, lines: list[dict[str, Any]]) -> list[Attempt]:
             if data.get("gate") != "all":  # the loop's own mark that a whole stage passed
                 attempt.gates.append(data)
         elif kind == "pair":
-            attempt.pairs.append(data | {"incumbent": line.get("incumbent_commit")})
+            attempt.pairs.append(data | {"incumbent": line.get("incumbent_commit"), "line": at})
         elif kind in _STAGES:
             if data.get("member") is None and data.get("stage", _STAGES[kind]) == _STAGES[kind]:
                 attempt.stages[_STAGES[kind]] = data
         else:
             attempt.outcome, attempt.verdict = str(kind), data
+            ends[number] = at
     booked = [p for a in found.values() for p in a.pairs]
     for attempt in found.values():
         if attempt.key and any(p.get("key") == attempt.key for p in booked):
-            # Alpha is booked on the program: a retry against the same incumbent goes on with the pairs it has.
+            # Alpha is booked on the program: a retry against the same incumbent goes on with the pairs it has. Those that
+            # were taken after an attempt had ended are another's.
+            last = ends.get(attempt.number, len(lines))
             attempt.pairs = [
-                p for p in booked if p.get("key") == attempt.key and p.get("incumbent") == attempt.incumbent
+                p for p in booked if p.get("key") == attempt.key and p.get("incumbent") == attempt.incumbent and p["line"] < last
             ]
         attempt.patches = _patches(directory / "attempts" / str(attempt.number) / "patch.json")
     return [found[n] for n in sorted(found)]

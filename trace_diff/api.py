@@ -124,7 +124,10 @@ def _steady_steps(traceset: TraceSet, phase: Phase) -> tuple[dict[int, tuple[Ste
         good = [s for s in fits if s.complete]
         if not good:
             continue
-        left = len(fits) - len(good)
+        ahead = sum("doubled" in s.flags for s in fits)
+        if ahead:
+            notes.append(f"rank {trace.rank}: the first decode step launches its own work and, ahead, the next one's: left out")
+        left = len(fits) - len(good) - ahead
         if left:
             notes.append(f"rank {trace.rank}: {left} of {len(fits)} steps are incomplete and left out")
         out[trace.rank] = tuple(good)
@@ -135,8 +138,9 @@ def _steady_steps(traceset: TraceSet, phase: Phase) -> tuple[dict[int, tuple[Ste
 
 
 def _seen(steps: Seq[Step], phase: Phase) -> tuple[int, int]:
-    """Steps of the phase, and how many of them are not whole; those cut by the trace's ends do not count."""
-    inner = [s for s in steps if s.phase in (phase, Phase.UNKNOWN) and not {"first", "last"} & set(s.flags)]
+    """Steps of the phase, and how many of them are not whole; those cut by the trace's ends, and a first one with
+    the work of two, do not count."""
+    inner = [s for s in steps if s.phase in (phase, Phase.UNKNOWN) and not {"first", "last", "doubled"} & set(s.flags)]
     return len(inner), sum(not s.complete for s in inner)
 
 

@@ -20,7 +20,8 @@ Ints = npt.NDArray[np.int64]
 _NEARLY_ALL = 0.98
 _CUT = 0.5  # of the launches, or the device rows, of the usual step of its phase
 _MOST = 0.9  # of the largest step of its phase, in a file whose end is lost
-_INCOMPLETE = {"empty", "under_recorded", "first", "last"}
+_TWICE = (1.9, 2.1)  # times the device rows of the usual step: the work of two
+_INCOMPLETE = {"empty", "under_recorded", "first", "last", "doubled"}
 
 
 class _Seen(NamedTuple):
@@ -36,10 +37,12 @@ class _Seen(NamedTuple):
 def flagged(trace: Trace, found: list[Step], empty: Sequence[bool], owner: Ints, tied: Links) -> list[Step]:
     """The steps with flags: "empty" (no work at all, or `empty` by its own word), "under_recorded" (launches without
     kernels, replays with fewer kernels than others of their graph), "first" and "last" (the recording began or ended
-    inside). `owner`: step of every row."""
+    inside), "doubled" (a first decode step that launches its own work and, ahead, that of the next). `owner`: step of
+    every row."""
     seen = _look(trace, found, owner, tied)
     has_device = len(tied.device_rows) > 0
     usual_calls = _median_by_phase(found, seen.calls)
+    usual_device = _median_by_phase(found, seen.device)
     usual_replays = _largest_replays(found, seen.replays)
     torn = _torn(trace, found, seen)
     out = []
@@ -56,8 +59,15 @@ def flagged(trace: Trace, found: list[Step], empty: Sequence[bool], owner: Ints,
             flags.append("first")
         if k == len(found) - 1 and (cut or trace.notes.events_cut):
             flags.append("last")
+        begins = k == 0 or found[k - 1].phase is not step.phase
+        if begins and step.phase is Phase.DECODE and _twice(seen.device[k], usual_device) and _twice(seen.calls[k], usual_calls):
+            flags.append("doubled")
         out.append(replace(step, flags=tuple(flags), complete=not _INCOMPLETE & set(flags)))
     return out
+
+
+def _twice(n: int, usual: dict[Phase, int]) -> bool:
+    return _TWICE[0] * usual.get(Phase.DECODE, n + 1) <= n <= _TWICE[1] * usual.get(Phase.DECODE, 0)
 
 
 def _torn(trace: Trace, found: list[Step], seen: _Seen) -> list[bool]:

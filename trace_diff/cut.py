@@ -162,7 +162,8 @@ def keep(rows: Sequence[_Row], start_ns: int, end_ns: int) -> list[msgspec.Raw]:
 
 
 def choose(steps: Sequence[Step], prefill: int, decode: int) -> list[Step]:
-    """The first run of `decode` neighbouring decode steps, and up to `prefill` prefill steps right before it.
+    """The first run of `decode` neighbouring decode steps, with the one before that launched two steps' work where there
+    is one, and up to `prefill` prefill steps right before.
 
     Raises CutError when there is no such run.
     """
@@ -170,6 +171,8 @@ def choose(steps: Sequence[Step], prefill: int, decode: int) -> list[Step]:
     for at in range(len(order) if decode else 0):
         run = order[at : at + decode]
         if len(run) == decode and all(s.complete and s.phase in (Phase.DECODE, Phase.UNKNOWN) for s in run):
+            if at and "doubled" in order[at - 1].flags:  # the run's work begins there
+                at, run = at - 1, order[at - 1 : at + decode]
             before = order[max(0, at - prefill) : at]
             return [s for s in before if s.phase in (Phase.PREFILL, Phase.MIXED)] + run
     if decode == 0 and prefill:

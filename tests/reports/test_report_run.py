@@ -248,6 +248,12 @@ def test_pairs_of_a_retry_against_the_same_incumbent_count_once(tmp_path: Path) 
         out.write((tmp_path / "extra.jsonl").read_text())
     first, second = run_data.read(run).attempts
     assert second.measured().pairs == first.measured().pairs == 6
+    more = next(line["data"] for line in lines if line["kind"] == "pair" and line["data"]["stage"] == "confirm")
+    with (run / "ledger.jsonl").open("a") as out:
+        ledger.add("pair", more, 9)
+        out.write((tmp_path / "extra.jsonl").read_text().splitlines()[-1] + "\n")
+    first, second = run_data.read(run).attempts
+    assert (first.measured().pairs, second.measured().pairs) == (6, 7)  # what is taken after an attempt's end is not its own
 
 
 def test_the_view_of_a_series_predicts_its_sum() -> None:

@@ -10,6 +10,7 @@ from build import Build, decode_steps
 
 from trace_diff import summary
 from trace_diff.attribute import breakdown, mean_breakdown
+from trace_diff.cut import choose
 from trace_diff.grammar import parse
 from trace_diff.ingest import gather, load
 from trace_diff.repetition import find_period
@@ -224,6 +225,45 @@ def test_t31_replays_with_fewer_kernels_than_others_of_their_graph_are_flagged(t
     assert [s.complete for s in found] == [True, True, False, True, False, True]
     assert found[2].flags == ("under_recorded",)
     assert mean_breakdown(trace, found).counts["kernels"] == 50.0
+
+
+def _ahead(replays: list[int], prefill: bool = True) -> Build:
+    """A prefill, then decode steps with so many graph launches each, all of the same graph."""
+    build, n = Build(), 0
+    for k, count in enumerate(([0] if prefill else []) + replays):
+        at = k * 200_000
+        build.mark("execute_context_1(12)_generation_0(0)" if prefill and k == 0 else "execute_context_0(0)_generation_1(1)", at, 90_000)
+        for launch in range(max(count, 1)):
+            n += 1
+            build.call("cudaGraphLaunch", at + 2_000 + launch * 20_000, 10_000, n)
+            for j in range(20):
+                build.kernel(f"k{j}", at + 15_000 + launch * 40_000 + j * 1_500, 1_400, n)
+    return build
+
+
+@pytest.mark.parametrize(
+    ("replays", "whole"),
+    [
+        ([2, 1, 1, 1], [False, True, True, True]),  # its own graph and, ahead, that of the next step
+        ([2, 1], [True, True]),  # nothing to tell the usual step by
+        ([2, 2, 2, 2], [True, True, True, True]),  # two graphs a step is how this engine works
+        ([1, 1, 2, 1], [True, True, True, True]),  # in the middle of a run it is the step's own doing
+        ([3, 1, 1, 1], [True, True, True, True]),  # more than two: no step launched ahead, something else
+    ],
+)
+def test_a_first_decode_step_with_the_work_of_two_is_left_out_of_means(replays, whole, tmp_path):
+    """Engines that launch ahead fill their pipeline in the first decode step; its mean would count every kernel too often."""
+    found = [s for s in steps(_trace(tmp_path, _ahead(replays))) if s.phase is Phase.DECODE]
+    assert [s.complete for s in found] == whole
+    assert ("doubled" in found[0].flags) == (not whole[0])
+    assert whole[0] or mean_breakdown(_trace(tmp_path, _ahead(replays)), found).counts["kernels"] == 20.0
+
+
+def test_a_cut_keeps_the_step_that_a_run_was_launched_from(tmp_path):
+    found = steps(_trace(tmp_path, _ahead([2, 1, 1, 1, 1])))
+    assert [s.index for s in choose(found, 1, 3)] == [0, 1, 2, 3, 4]
+    assert [s.index for s in choose(found, 0, 3)] == [1, 2, 3, 4]
+    assert [s.index for s in choose(steps(_trace(tmp_path, _ahead([1, 1, 1, 1]))), 1, 3)] == [0, 1, 2, 3]
 
 
 def test_a_step_whose_launches_have_no_kernels_in_the_file_is_under_recorded(tmp_path):
