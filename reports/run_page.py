@@ -143,6 +143,7 @@ def _subtitle(run: Run) -> str:
     info = run.info
     parts = [
         str(_target(info)),
+        _model(info),
         f"TP={info['tp']}" if info.get("tp") is not None else "",
         str(info.get("device") or ""),
         str(info.get("dtype") or ""),
@@ -151,6 +152,15 @@ def _subtitle(run: Run) -> str:
         str(info.get("created_utc") or "")[:19].replace("T", " "),
     ]
     return " · ".join(p for p in parts if p)
+
+
+def _model(info: dict[str, Any]) -> str:
+    """A model's kind and dimensions: a target serves many."""
+    dims = info.get("model")
+    if not isinstance(dims, dict) or not dims.get("num_hidden_layers"):
+        return ""
+    random = ", random weights" if info.get("weights_seed") is not None else ""
+    return f"{dims.get('model_type', 'model')} of {dims['num_hidden_layers']} layers, hidden {dims.get('hidden_size', '?')}{random}"
 
 
 def _target(info: dict[str, Any]) -> str:

@@ -95,6 +95,10 @@ def test_step_walls_are_those_of_the_trace_files(run: Path, text: str) -> None:
     assert shown and float(shown[1]) * 1000 == pytest.approx(statistics.fmean(walls), rel=0.02)
 
 
+def test_the_page_names_the_model_by_its_dimensions(text: str) -> None:
+    assert "of 4 layers, hidden 256" in text
+
+
 def test_every_attempt_is_there_with_its_reason(text: str) -> None:
     for words in ("wrong tokens", "passed a deadline", "numeric drift", "effect -0.3 % is below the margin"):
         assert words in text
