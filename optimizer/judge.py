@@ -25,6 +25,7 @@ from optimizer.truth.oracle import OracleError
 from optimizer.types import Calibration, LaunchSpec, Pair, RejectReason, Stage, StageResult, Verdict
 
 STAGES = (Stage.SCREEN, Stage.DECIDE, Stage.CONFIRM)
+_DIED = {RejectReason.BOOT, RejectReason.CRASH, RejectReason.HANG, RejectReason.INFRASTRUCTURE}
 _KIND = {Stage.SCREEN: "screened", Stage.DECIDE: "decided", Stage.CONFIRM: "confirmed"}
 
 
@@ -49,6 +50,11 @@ def failures(stage: str) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM, errno.EADDRINUSE):
             raise
         raise Stop(Verdict.REJECT, stage, RejectReason.INFRASTRUCTURE, str(error)) from error
+
+
+def ended_with_us(run: Run, stop: Stop) -> bool:
+    """Whether what failed may have been stopped together with the run: a service manager signals every process of it."""
+    return run.stop_requested and stop.reason in _DIED
 
 
 def gates(run: Run, do: Services, candidate: Candidate, stage: str) -> None:

@@ -7,6 +7,7 @@ reads it). Not for: the steps of an attempt (loop.py), nor budgets (budget.py).
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import shutil
@@ -59,15 +60,27 @@ def parse_goal(text: str, unit: str) -> Goal:
     return Goal("factor" if match[2] else "value", value, unit)
 
 
+_LIMIT_OPTIONS = {
+    "attempts": "--attempts", "wall_minutes": "--budget-minutes", "consecutive_rejections": "--max-rejections", "usd": "--max-usd",
+    "gpu_minutes": "--gpu-minutes",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Budgets; None means no limit. Spent ones end the run."""
+    """Budgets; None means no limit. Spent ones end the run. Raises RunError for one that is no number above 0."""
 
     attempts: int | None = None
     wall_minutes: float | None = None
     consecutive_rejections: int | None = None
     usd: float | None = None
     gpu_minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, option in _LIMIT_OPTIONS.items():
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:  # neither does a number that is none
+                raise RunError(f"{option} {value}: must be above 0")
 
 
 @dataclass(frozen=True, slots=True)

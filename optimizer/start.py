@@ -297,13 +297,10 @@ def _protocol(options: Options) -> str:
 
 
 def _limits(options: Options) -> Limits:
-    for name in ("attempts", "budget_minutes", "max_rejections", "max_usd", "gpu_minutes"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise Refused(f"--{name.replace('_', '-')} {value}: must be above 0")
-    return Limits(
-        options.attempts, options.budget_minutes, options.max_rejections, options.max_usd, options.gpu_minutes
-    )
+    try:
+        return Limits(options.attempts, options.budget_minutes, options.max_rejections, options.max_usd, options.gpu_minutes)
+    except run.RunError as error:
+        raise Refused(str(error)) from None
 
 
 def _seal() -> str:

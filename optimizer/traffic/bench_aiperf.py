@@ -193,6 +193,7 @@ def bench_run(run: Any, work: Workload, others: Sequence[str] = (), vllm_site: P
 
     others: `label=http://host:port/model` of servers that are up. Errors: AiperfError, LaunchError.
     """
+    vllm = vllm_of(run.request, work, vllm_site)
     final = run.repo.incumbent()
     specs = {"original": run.spec(run.base, "aiperf-original", "original")}
     if final != run.base:
@@ -203,15 +204,20 @@ def bench_run(run: Any, work: Workload, others: Sequence[str] = (), vllm_site: P
         if match is None:
             raise AiperfError(f"{other!r}: give label=http://host:port/model")
         urls[match[1]] = match[2], match[3]
-    found = bench(specs, run.dir / "aiperf", root=_ROOT, work=work, urls=urls, vllm=vllm_of(run.request, work, vllm_site))
+    found = bench(specs, run.dir / "aiperf", root=_ROOT, work=work, urls=urls, vllm=vllm)
     for spec in specs.values():
         run.repo.drop_tree(spec.tree.name)
     return found
 
 
 def vllm_of(want: Any, work: Workload, site: Path | None) -> Command | None:
-    """How vLLM would serve a run's model by its own defaults, with as many ranks; None where it is not installed."""
+    """How vLLM would serve a run's model by its own defaults, with as many ranks; None where it is not installed.
+
+    Errors: AiperfError when it is not in a `site` that was named.
+    """
     if not vllm_server.installed(want.python, site):
+        if site is not None:
+            raise AiperfError(f"--vllm-site {site}: {want.python} finds no vLLM there")
         return None
     longest = max(2048, 2 * (work.prompt_tokens + work.new_tokens))
     common = vllm_server.Common(

@@ -56,6 +56,7 @@ class LoadGenerator:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env | {"PYTHONPATH": str(_ROOT)},
+            process_group=0,  # what stops the optimiser (Ctrl-C, a service manager) leaves the pair in flight alone
         )
 
     def __enter__(self) -> LoadGenerator:
@@ -115,7 +116,8 @@ def _read(pipe: IO[bytes]) -> Any:
 
 def serve(stdin: IO[bytes], stdout: IO[bytes]) -> None:
     """The other process: until its standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the optimiser's business
+    for number in (signal.SIGINT, signal.SIGTERM):  # the optimiser's business; this process ends with its standard input
+        signal.signal(number, signal.SIG_IGN)
     clients: dict[tuple[Any, Any], Client] = {}
     gc.disable()
     while True:

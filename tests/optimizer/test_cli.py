@@ -55,6 +55,8 @@ def fake_args(*more: object) -> list[object]:
         (fake_args("--agent", "gpt"), "--agent gpt: valid are playbook"),
         (fake_args("--protocol", "slow"), "--protocol slow: valid are quick, full"),
         (fake_args("--attempts", 0), "--attempts 0: must be above 0"),
+        (fake_args("--budget-minutes", "nan"), "--budget-minutes nan: must be above 0"),
+        (fake_args("--max-usd", "inf"), "--max-usd inf: must be above 0"),
         (fake_args("--budget-minutes", -1), "--budget-minutes -1"),
         (fake_args("--python", "/no/python"), "no such interpreter"),
         (fake_args("--devices", "a,b"), "give indices such as 0,1"),

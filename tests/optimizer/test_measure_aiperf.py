@@ -140,7 +140,7 @@ def test_other_servers_are_named_with_their_model(tmp_path):
             return "a"
 
     class Run:
-        repo, base, dir = Repo(), "a", tmp_path
+        repo, base, dir, request = Repo(), "a", tmp_path, SimpleNamespace(python=Path("/nowhere"))
 
         def spec(self, *_) -> None:
             return None
@@ -166,6 +166,9 @@ def test_vllm_is_measured_where_it_is_installed(starts, repo, tmp_path, monkeypa
     want = SimpleNamespace(python=Path(sys.executable), model_dir=MODEL, dtype="float32", tp=1)
     work = Workload(new_tokens=32, requests=4, warmup_requests=1)
     assert (benching.vllm_of(want, work, None) is None) == (importlib.util.find_spec("vllm") is None)
+    if importlib.util.find_spec("vllm") is None:
+        with pytest.raises(AiperfError, match=r"--vllm-site .*nothing: .* finds no vLLM there"):
+            benching.vllm_of(want, work, tmp_path / "nothing")
     command = benching.vllm_of(want, work, a_site(tmp_path / "site", repo))
     assert command is not None and "--skip-tokenizer-init" not in command.argv
     if not starts:

@@ -12,12 +12,15 @@ import pytest
 from loop_fakes import Fakes, new_run
 
 from optimizer import state
+from optimizer.confine.launch import LaunchError
 from optimizer.ledger import Ledger
 from optimizer.loop import Loop
+from optimizer.measure import CandidateFailed, InfrastructureError
 from optimizer.resume import reopen, weights_there
 from optimizer.review.admit import admit
 from optimizer.run import MODEL_CONFIG, Run, RunError, load
 from optimizer.truth import weights
+from optimizer.types import RejectReason
 
 SCRIPT = [fake.WIN, fake.NO_OP, fake.one(fake.speed(500, was=700))]
 ENDS = ("accepted", "rejected", "undecided", "parked")
@@ -190,6 +193,35 @@ def test_ctrl_c_ends_after_the_present_step_and_the_run_can_go_on(tmp_path, undi
         Loop(Fakes(run, SCRIPT, on_call=ask).services(), run).go()
     screens = [x for x in run.ledger.lines() if x["kind"] == "pair" and x["data"]["stage"] == "screen"]
     assert len(screens) == 1 and screens[0]["data"]["discarded"] is None
+    run.ledger.close()
+    check_whole(resumed(place), undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("at", "error"),
+    [
+        ("pair calibrate", InfrastructureError("the load generator is gone")),
+        ("pair screen", InfrastructureError("the load generator is gone")),
+        ("pair decide", CandidateFailed(RejectReason.CRASH, "exit status -15")),
+        ("gate greedy full", LaunchError(RejectReason.BOOT, "ended before it was healthy")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_dies_together_with_the_run_is_nobodys_fault(at, error, tmp_path, undisturbed):
+    """`systemctl stop` and `kill -- -PGID` signal every process: the engine and the clients end with the loop."""
+    from optimizer.services import Interrupted
+
+    place = tmp_path / "run"
+    run = new_run(place)
+
+    def die(what: str) -> None:
+        if what == at:
+            run.stop_requested = True
+            raise error
+
+    with pytest.raises(Interrupted):
+        Loop(Fakes(run, SCRIPT, on_call=die).services(), run).go()
+    assert not any(line["kind"] in ENDS for line in run.ledger.lines())
     run.ledger.close()
     check_whole(resumed(place), undisturbed)
 
