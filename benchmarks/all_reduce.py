@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from optimizer.confine.launch import NO_MULTICAST
+
 Way = Callable[[torch.Tensor], None]
 
 
@@ -98,6 +100,7 @@ def wrong(way: Way, rank: int, numel: int, device: torch.device, dtype: torch.dt
 
 
 def rank_main(rank: int, options: argparse.Namespace, meeting: str) -> None:
+    os.environ.update(NO_MULTICAST)
     gpu = options.device == "cuda"
     device, dtype = (torch.device("cuda", rank), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
     if gpu:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from optimizer.confine.launch import LaunchError, Server, launch
+from optimizer.confine.launch import NO_MULTICAST, LaunchError, Server, launch
 from optimizer.outside import Outside
 from optimizer.serial import write_json
 from optimizer.services import Capture
@@ -161,7 +161,7 @@ def _run_reference(spec: Path, timeout_s: float, devices: Sequence[int]) -> None
     root = Path(__file__).resolve().parent.parent
     keep = ("PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV")
     env = {key: value for key, value in os.environ.items() if key in keep}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo", **NO_MULTICAST}
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     command = [sys.executable, "-P", "-m", "optimizer.hf_reference", str(spec.resolve())]

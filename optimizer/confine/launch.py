@@ -30,6 +30,8 @@ from optimizer.types import LaunchSpec, RejectReason
 LAUNCHER = Path(__file__).with_name("launcher.py")
 COMPILED = "compiled"  # folder of a launch; its name inside is sandbox.COMPILED
 IO_CAP_BYTES = 4 << 30
+# An engine that dies while it holds a multicast group of NVLink can take the GPUs of a host from everybody else on it.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOG_TAIL_BYTES = 1 << 20
 _COUNTER = itertools.count()
 _SWEPT = threading.Event()
@@ -377,8 +379,10 @@ def _environment(spec: LaunchSpec, binds: dict[str, Bind], level: SandboxLevel) 
     }
     if spec.device == "cpu":
         env |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    elif not spec.devices:
-        del env["CUDA_VISIBLE_DEVICES"]
+    else:
+        env |= NO_MULTICAST
+        if not spec.devices:
+            del env["CUDA_VISIBLE_DEVICES"]
     if "nan_fill" in spec.probes:
         env["HOTLOOP_PROBES"] = "nan_fill"
     if "no_cache_alloc" in spec.probes:  # freed memory goes back at once, and is overwritten when freed

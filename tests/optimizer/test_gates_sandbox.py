@@ -59,6 +59,15 @@ def test_the_environment_is_ours_alone(tmp_path, monkeypatch):
     assert "ANTHROPIC_API_KEY" not in words and "PYTHONHASHSEED" in words and "HOTLOOP_PAD" in words
 
 
+def test_engines_on_gpus_start_without_nvlink_multicast(tmp_path):
+    """Nothing of a host's environment comes through, so what keeps its GPUs safe from a dying candidate is set here."""
+    with launch.launch(replace(toy(tmp_path, sandbox="none"), device="cuda")) as server:
+        words = server.log_tail()
+    assert all(repr(name) in words for name in launch.NO_MULTICAST)
+    with launch.launch(toy(tmp_path)) as server:
+        assert "NVLS" not in server.log_tail()
+
+
 def test_an_engine_that_ends_is_a_failed_boot_with_its_last_words(tmp_path):
     with pytest.raises(LaunchError, match="no such model") as caught, launch.launch(toy(tmp_path, "exit")):
         pass
