@@ -1,6 +1,6 @@
 """One sitting of the loop on a GPU whose time is counted: begin or go on, stop in time, pack what is to be kept.
 
-    python -m benchmarks.gpu_loop OUT --place DIR [--seconds 540] [--minutes 30] [--skills a,b] [--reference]
+    python -m benchmarks.gpu_loop OUT --place DIR [--seconds 540] [--minutes 30] [--skills a,b] [--tp 2 --gpu 0,1] [--reference]
 
 Begins a run in DIR/run on Qwen3-8B dimensions with random bf16 weights, or goes on with the one that is there. After
 `--seconds` it asks the loop to stop after its present step, as Ctrl-C does; then OUT/run.tgz holds the run without
@@ -35,7 +35,7 @@ from optimizer.session import greet, interruptible
 from optimizer.truth import weights
 from optimizer.view import Terminal
 
-GPU_SKILLS = "inference-mode,cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections,overlap-scheduling"
+GPU_SKILLS = "inference-mode,cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections,overlap-scheduling,custom-all-reduce"
 PAGES = 4096  # the same KV cache in every arm: 65,536 tokens, 9.7 GB
 
 
@@ -53,7 +53,7 @@ def begin(options: argparse.Namespace) -> Run:
     (model / "config.json").write_text(json.dumps(QWEN3_8B, indent=1))
     return start.prepare(
         start.Options(
-            model=model, device="cuda", tp=1, devices=options.gpu, protocol="quick", run_dir=options.place / "run",
+            model=model, device="cuda", tp=options.tp, devices=options.gpu, protocol="quick", run_dir=options.place / "run",
             budget_minutes=options.minutes, skills=options.skills, engine_args=f"--num-kv-blocks {PAGES}",
         )
     )  # fmt: skip
@@ -125,7 +125,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0, help="ask the loop to stop after so long")
     parser.add_argument("--minutes", type=float, default=30.0, help="budget of the whole run")
     parser.add_argument("--skills", default=GPU_SKILLS)
-    parser.add_argument("--gpu", default="0")
+    parser.add_argument("--tp", type=int, default=1, help="ranks, one on each of --gpu")
+    parser.add_argument("--gpu", default="0", help="indices, comma-separated")
     parser.add_argument("--reference", action="store_true", help="also capture transformers on the same cell")
     options = parser.parse_args()
     console = Console(width=150)
