@@ -73,7 +73,7 @@ BEYOND: tuple[Case, ...] = (
     cheat("X33", "keys and values kept in bfloat16", "G07 G08", end("LayerCache", "write", _ROUND_CACHE)),
     cheat("X34", "keys and values of long contexts kept in bfloat16", "G07 G08 G12",
           end("LayerCache", "write", _ROUND_CACHE.replace("    kind", "    if slots.numel() < 600:\n        return _plain(self, k, v, slots)\n    kind"))),
-    cheat("X35", "products of large batches in bfloat16", "G07 G12",
+    cheat("X35", "products of large batches in bfloat16", "G07 G08 G12",
           end("Linear", "forward", "def _new(self, x):\n    if 12 <= x.shape[0] < 80:\n        return F.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)\n    return _plain(self, x)")),
     cheat("X36", "honest while log-probabilities are asked for, else bfloat16 products", TOKENS,
           together(replace("Worker", ("            result = self.runner.step(plan, sequences)\n",
