@@ -67,7 +67,8 @@ def flagged(trace: Trace, found: list[Step], empty: Sequence[bool], owner: Ints,
 
 
 def _twice(n: int, usual: dict[Phase, int]) -> bool:
-    return _TWICE[0] * usual.get(Phase.DECODE, n + 1) <= n <= _TWICE[1] * usual.get(Phase.DECODE, 0)
+    most = usual.get(Phase.DECODE, 0)
+    return most > 0 and _TWICE[0] * most <= n <= _TWICE[1] * most
 
 
 def _torn(trace: Trace, found: list[Step], seen: _Seen) -> list[bool]:

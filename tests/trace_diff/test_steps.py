@@ -259,6 +259,13 @@ def test_a_first_decode_step_with_the_work_of_two_is_left_out_of_means(replays, 
     assert whole[0] or mean_breakdown(_trace(tmp_path, _ahead(replays)), found).counts["kernels"] == 20.0
 
 
+def test_steps_without_a_device_are_never_doubled(tmp_path):
+    build = Build()
+    for k in range(4):
+        build.mark("execute_context_0(0)_generation_1(1)", k * 100_000, 90_000).op("aten::mm", k * 100_000 + 5_000, 50_000)
+    assert [(s.complete, s.flags) for s in steps(_trace(tmp_path, build))] == [(True, ())] * 4
+
+
 def test_a_cut_keeps_the_step_that_a_run_was_launched_from(tmp_path):
     found = steps(_trace(tmp_path, _ahead([2, 1, 1, 1, 1])))
     assert [s.index for s in choose(found, 1, 3)] == [0, 1, 2, 3, 4]
