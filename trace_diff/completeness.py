@@ -44,7 +44,7 @@ def flagged(trace: Trace, found: list[Step], empty: Sequence[bool], owner: Ints,
     usual_calls = _median_by_phase(found, seen.calls)
     usual_device = _median_by_phase(found, seen.device)
     usual_replays = _largest_replays(found, seen.replays)
-    torn = _torn(trace, found, seen)
+    torn = _torn(trace, found, seen, usual_device)
     out = []
     for k, step in enumerate(found):
         flags = list(step.flags)
@@ -71,15 +71,14 @@ def _twice(n: int, usual: dict[Phase, int]) -> bool:
     return most > 0 and _TWICE[0] * most <= n <= _TWICE[1] * most
 
 
-def _torn(trace: Trace, found: list[Step], seen: _Seen) -> list[bool]:
+def _torn(trace: Trace, found: list[Step], seen: _Seen, usual_device: dict[Phase, int]) -> list[bool]:
     """Steps that miss launches or device rows which others of their phase have.
 
     Profilers write events grouped by kind, so a file that ends early has lost some of every step: the host's rows may
     all be there and the device's not.
     """
-    device = _median_by_phase(found, seen.device)
     if not trace.notes.events_cut:
-        usual = [_CUT * device.get(s.phase, 0) if s.phase is Phase.DECODE else 0 for s in found]
+        usual = [_CUT * usual_device.get(s.phase, 0) if s.phase is Phase.DECODE else 0 for s in found]
         return [n < least for n, least in zip(seen.device, usual, strict=True)]
     properties = trace.meta.get("deviceProperties")
     if not any(seen.device) and isinstance(properties, list) and properties:

@@ -173,7 +173,7 @@ def bench(
             ):
                 results.append(bench_url("vllm", url, "model", tokenizer, work, out, program, clients))
         except (OutsideError, AiperfError) as error:
-            left_out["vllm"] = str(error)[-2000:]
+            left_out["vllm"] = str(error)[:2000]  # it begins with what happened, the log follows
     null = {"first_ms": NULL_FIRST_MS, "pace_ms": NULL_PACE_MS, **asdict(clients)}
     found = {"schema": 1, "fault_above": FAULT, "null_server": null, "engines": results, "left_out": left_out}
     (out / "aiperf.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
