@@ -1,22 +1,31 @@
-"""Microseconds per all-reduce by size, over the ranks of one host: the library's, and PyTorch's symmetric memory.
+"""Microseconds per all-reduce by size, over the ranks of one host: the library's, symmetric memory's, this project's, vLLM's.
 
-    python -m benchmarks.all_reduce [--ranks 2] [--device cuda] [--kib 8,64,1024] [--calls 50] [--repeats 20]
+    python -m benchmarks.all_reduce [--ranks 2] [--device cuda] [--kib 8,64,1024] [--calls 50] [--repeats 20] [--vllm-site SITE]
 
 Prints one JSON line per size and way. On GPUs `--calls` of one kind are recorded in a CUDA graph and replayed right
 after a barrier, so that nobody waits for a late host: what is left is launch inside the graph, barrier between ranks
-and transfer. Each is compared with the library's sum first. On a CPU there is gloo alone, call by call: it shows that the
-script runs, no more. Not for: what an engine gains (`gpu_ranks.py`).
+and transfer. Each is compared with the library's sum first. "custom-all-reduce" is what the skill of that name writes;
+vLLM's is timed as it calls it, out of place and with the buffers of the graph registered. On a CPU, call by call, there are
+gloo and the skill's shared memory. Not for: what an engine gains (`gpu_ranks.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
+import importlib.util
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,46 +33,84 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from optimizer.confine.launch import NO_MULTICAST
+from optimizer.proposers import skillbook
 
-Way = Callable[[torch.Tensor], None]
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One all-reduce: `call` gives the sum, in x or in another tensor; `recording` is open while a graph is recorded."""
+
+    call: Callable[[torch.Tensor], torch.Tensor]
+    most_bytes: int | None = None  # what is larger takes the library's way
+    recording: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-def library(x: torch.Tensor) -> None:
+def library(x: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(x)
+    return x
 
 
-def symmetric(device: torch.device, most: int, dtype: torch.dtype) -> dict[str, Way]:
-    """One-shot and two-shot, each with the copies into and out of the shared buffer that a caller pays."""
+def symmetric(device: torch.device, most: int, dtype: torch.dtype) -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
+    """One-shot and two-shot, each with the copy into the shared buffer that a caller pays."""
     import torch.distributed._symmetric_memory as symm_mem
 
     shared = symm_mem.empty(most, dtype=dtype, device=device)
     symm_mem.rendezvous(shared, dist.group.WORLD)
     name = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
-    def one_shot(x: torch.Tensor) -> None:
-        mine = shared[: x.numel()]
-        mine.copy_(x)
-        x.copy_(torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", name))
+    def shot(operator: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: operator(shared[: x.numel()].copy_(x), "sum", name, x)
 
-    def two_shot(x: torch.Tensor) -> None:
-        mine = shared[: x.numel()]
-        mine.copy_(x)
-        torch.ops.symm_mem.two_shot_all_reduce_(mine, "sum", name)
-        x.copy_(mine)
+    return shot(torch.ops.symm_mem.one_shot_all_reduce_out), shot(torch.ops.symm_mem.two_shot_all_reduce_out)
 
-    return {"symmetric memory, one-shot": one_shot, "symmetric memory, two-shot": two_shot}
+
+def skill(device: str, folder: Path) -> Way:
+    """What custom-all-reduce writes for this kind of device, from a file of its own."""
+    skillbook.load_all()  # puts the codemods' tools where they can be imported
+    codemod = _module("codemod", skillbook.BUILT_IN / "custom-all-reduce" / "codemod.py")
+    template = codemod.GPU_TEMPLATE if device == "cuda" else codemod.TEMPLATE
+    file = folder / f"rank{dist.get_rank()}_collectives.py"
+    file.write_text(template.replace("@SLOT_KIB@", str(codemod.PARAMS["slot_kib"][0])), "utf-8")
+    made = _module(file.stem, file)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        made.all_reduce(x)
+        return x
+
+    return Way(call, made.MAX_BYTES if device == "cuda" else made.SLOT_BYTES)
+
+
+def vllm(site: Path, device: torch.device) -> Way:
+    """vLLM's custom all-reduce. Raises RuntimeError where it says that it cannot be used."""
+    sys.path.insert(0, str(site))
+    from vllm.distributed.device_communicators.custom_all_reduce import (  # pyright: ignore[reportMissingImports]
+        CustomAllreduce,
+    )
+
+    found = CustomAllreduce(dist.new_group(backend="gloo"), device)
+    if found.disabled:
+        raise RuntimeError("vLLM's custom all-reduce is disabled on this host; its log says why")
+    return Way(found.custom_all_reduce, found.max_size - 1, found.capture)
+
+
+def _module(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def on_gpu(way: Way, x: torch.Tensor, calls: int, repeats: int) -> list[float]:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
-            way(x)
+            way.call(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+    with way.recording(), torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         for _ in range(calls):
-            way(x)
+            way.call(x)
     found = []
     for _ in range(repeats):
         x.zero_()
@@ -85,7 +132,7 @@ def on_cpu(way: Way, x: torch.Tensor, calls: int, repeats: int) -> list[float]:
         dist.barrier()
         began = time.perf_counter()
         for _ in range(calls):
-            way(x)
+            way.call(x)
         found.append((time.perf_counter() - began) * 1e6 / calls)
     return found
 
@@ -95,31 +142,42 @@ def wrong(way: Way, rank: int, numel: int, device: torch.device, dtype: torch.dt
     x = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(device, dtype)
     mine, reference = x.clone(), x.float()
     dist.all_reduce(reference)
-    way(mine)
-    return float((mine.float() - reference).abs().max() / reference.abs().max())
+    return float((way.call(mine).float() - reference).abs().max() / reference.abs().max())
 
 
-def rank_main(rank: int, options: argparse.Namespace, meeting: str) -> None:
+def rows(make: Callable[[], Way], rank: int, sizes: list[tuple[int, torch.Tensor]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One way at every size that it takes; or why it cannot be had, which all ranks find alike."""
+    try:
+        way = make()
+        for kib, x in sizes:
+            if way.most_bytes is not None and x.nbytes > way.most_bytes:
+                continue
+            found = {"kib": kib, "wrong": wrong(way, rank, x.numel(), x.device, x.dtype)}
+            us = (on_gpu if x.is_cuda else on_cpu)(way, x, options.calls, options.repeats)
+            yield found | {"us": round(statistics.median(us), 3), "us_range": [round(min(us), 3), round(max(us), 3)]}
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ways are still to be timed
+        yield {"why": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     os.environ.update(NO_MULTICAST)
     gpu = options.device == "cuda"
     device, dtype = (torch.device("cuda", rank), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
     if gpu:
         torch.cuda.set_device(device)
-    store = dist.FileStore(meeting, options.ranks)  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.FileStore(f"{folder}/meeting", options.ranks)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=options.ranks)
     sizes = [kib * 1024 // dtype.itemsize for kib in options.kib]
-    ways: dict[str, Way] = {"nccl" if gpu else "gloo": library}
+    makers: dict[str, Callable[[], Way]] = {"nccl" if gpu else "gloo": lambda: Way(library), "custom-all-reduce": lambda: skill(options.device, Path(folder))}
     if gpu:
-        ways |= symmetric(device, max(sizes), dtype)
-    for kib, numel in zip(options.kib, sizes, strict=True):
-        for name, way in ways.items():
-            row: dict[str, Any] = {"kib": kib, "way": name, "ranks": options.ranks}
-            row["wrong"] = wrong(way, rank, numel, device, dtype)
-            x = torch.zeros(numel, device=device, dtype=dtype)
-            us = (on_gpu if gpu else on_cpu)(way, x, options.calls, options.repeats)
-            row |= {"us": round(statistics.median(us), 3), "us_range": [round(min(us), 3), round(max(us), 3)]}
+        shots = functools.cache(lambda: symmetric(device, max(sizes), dtype))
+        makers |= {"symmetric memory, one-shot": lambda: Way(shots()[0]), "symmetric memory, two-shot": lambda: Way(shots()[1])}
+    if options.vllm_site is not None:
+        makers["vLLM"] = lambda: vllm(options.vllm_site.resolve(), device)
+    for name, make in makers.items():
+        for row in rows(make, rank, [(kib, torch.zeros(n, device=device, dtype=dtype)) for kib, n in zip(options.kib, sizes, strict=True)], options):
             if rank == 0:
-                print(json.dumps(row), flush=True)
+                print(json.dumps({"way": name, "ranks": options.ranks} | row), flush=True)
     dist.destroy_process_group()
 
 
@@ -130,10 +188,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--kib", type=lambda text: [int(n) for n in text.split(",")], default=[8, 16, 32, 64, 128, 256, 512, 1024])
     parser.add_argument("--calls", type=int, default=50, help="in one graph")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM in it: its custom all-reduce is timed as well")
     options = parser.parse_args(argv)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(rank_main, (options, f"{folder}/meeting"), nprocs=options.ranks, start_method="spawn")
+        mp.start_processes(rank_main, (options, folder), nprocs=options.ranks, start_method="spawn")
 
 
 if __name__ == "__main__":

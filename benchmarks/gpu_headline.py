@@ -4,7 +4,8 @@
 
 First the search: every setting of `headline_settings.py` is started and timed in six cells. Then ours and the best of
 them, both up at once, take turns (ABBA) on the same fresh prompts; ratios are printed only when nothing speaks against
-the comparison. The plain engine and transformers are timed once, for context. Every result is a JSON line in
+the comparison. The plain engine and transformers are timed once, for context. `--tp N` starts all of them on N ranks (on N
+GPUs from `--gpu` on; transformers is left out); results of different N are kept apart. Every result is a JSON line in
 OUT/headline.jsonl as soon as it is known; `--place` keeps them too, so that a second command on the same machine goes on
 where the first stopped. Not for: accepting patches (`optimize`), or figures of different machines or sittings.
 """
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 
 from benchmarks import headline_cells as cells
-from benchmarks.headline_sitting import Sitting, digest_of, our_arms
+from benchmarks.headline_sitting import Sitting, check_gpus, digest_of, our_arms
 from benchmarks.headline_steps import bound, context, pairs, search, summary
 from optimizer.traffic.prompts import PromptSource
 from optimizer.truth import weights
@@ -37,8 +38,9 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     add("--ours", type=Path, default=REPO / "engine", help="folder with a target.toml, or a run: its last accepted engine")
     add("--ours-args", default=None, help="for our engine: '--num-kv-blocks 4096'; those of the run if left out")
     add("--seconds", type=float, default=540.0, help="stop after so long")
-    add("--gpu", type=int, default=0, help="of ours")
-    add("--vllm-gpu", type=int, default=None, help="another GPU: two settings at a time in the search, and vLLM there in the pairs")
+    add("--tp", type=int, default=1, help="ranks of ours, of the plain engine and of vLLM")
+    add("--gpu", type=int, default=0, help="of ours; with --tp the first of them")
+    add("--vllm-gpu", type=int, default=None, help="another GPU (with --tp the first of others): two settings at a time in the search, and vLLM there in the pairs")
     add("--same-card", action="store_true", help="in the pairs both on --gpu, whatever --vllm-gpu says: cards differ a little")
     add("--vllm-site", type=Path, default=None, help="folder with vLLM in it, for PYTHONPATH of its process only")
     add("--vllm-program", default=shlex.join(PROGRAM), help="what is started, before its flags")
@@ -70,12 +72,13 @@ def model_of(options: argparse.Namespace) -> Path:
 
 def begin(options: argparse.Namespace, began: float) -> Sitting:
     """Everything that stays the same, and the first line of the record."""
+    check_gpus(options)
     options.out.mkdir(parents=True, exist_ok=True)
     options.place.mkdir(parents=True, exist_ok=True)
     model = model_of(options)
     ours, plain = our_arms(options, model)
     common = Common(
-        model=model, dtype=options.dtype, max_model_len=options.max_model_len, kv_tokens=options.kv_tokens,
+        model=model, dtype=options.dtype, max_model_len=options.max_model_len, kv_tokens=options.kv_tokens, tp=options.tp,
         site=options.vllm_site and options.vllm_site.resolve(), cache=(options.place / "compiled").resolve(),
         program=tuple(shlex.split(options.vllm_program)),
     )  # fmt: skip

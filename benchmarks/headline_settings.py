@@ -1,8 +1,10 @@
 """The vLLM configurations that are tried before ours is compared with the best of them.
 
 One axis at a time from the server's own defaults (full graphs for decode and piecewise ones for prefill, async
-scheduling, 8,192 batched tokens, FlashAttention 3 on Hopper, the second model runner), the likeliest first; then one that joins what helped. Names
-and values are those of vLLM 0.25 (`CUDAGraphMode`, `PassConfig`, `PerformanceMode`, `AttentionBackendEnum`). Not for:
+scheduling, 8,192 batched tokens, FlashAttention 3 on Hopper, the second model runner, on several ranks its own all-reduce
+over CUDA IPC), the likeliest first; then one that joins what helped. Names and values are those of vLLM 0.25
+(`CUDAGraphMode`, `PassConfig`, `PerformanceMode`, `AttentionBackendEnum`, `ParallelConfig`). All-reduce and norm in one
+kernel (`fuse_allreduce_rms`) is none of them: it needs FlashInfer, and with FlashInfer the defaults have it on. Not for:
 starting any of them (`gpu_headline.py`).
 """
 
@@ -35,9 +37,15 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("piecewise graphs", compilation={"cudagraph_mode": "PIECEWISE"}),
     Setting("eager", ("--enforce-eager",)),
 )  # fmt: skip
+NCCL = Setting("NCCL all-reduce", ("--disable-custom-all-reduce",))
 
 
-def joined(scores: Mapping[str, float], settings: Sequence[Setting] = SETTINGS) -> Setting | None:
+def settings(tp: int) -> tuple[Setting, ...]:
+    """Those to be tried on `tp` ranks, in this order."""
+    return SETTINGS if tp == 1 else (SETTINGS[0], NCCL, *SETTINGS[1:])
+
+
+def joined(scores: Mapping[str, float], tried: Sequence[Setting] = SETTINGS) -> Setting | None:
     """One setting with everything that beat the defaults; None where fewer than two did. scores: name -> mean log ms.
 
     Of settings that say different things about the same flag or key, the fastest is kept.
@@ -45,7 +53,7 @@ def joined(scores: Mapping[str, float], settings: Sequence[Setting] = SETTINGS) 
     if DEFAULTS not in scores:
         return None
     bar = scores[DEFAULTS] + math.log(HELPED)
-    helped = [s for s in settings if s.name in scores and scores[s.name] < bar]
+    helped = [s for s in tried if s.name in scores and scores[s.name] < bar]
     if len(helped) < 2:
         return None
     flags: dict[str, tuple[str, ...]] = {}

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.headline_cells import Job, Terms
 from optimizer import fingerprint
+from optimizer.environment import query_gpus
 from optimizer.recorded import whole_copy
 from optimizer.run import load
 from optimizer.runrepo import RunRepo
@@ -33,7 +34,7 @@ RECORD = "headline.jsonl"
 
 @dataclass(slots=True)
 class Sitting:
-    """What every step needs. `key` says what results belong together: same weights, jobs, terms and machine."""
+    """What every step needs. `key` says what results belong together: same weights, jobs, terms, ranks and machine."""
 
     options: argparse.Namespace
     common: Common
@@ -60,7 +61,7 @@ class Sitting:
             "model": str(self.common.model), "model_sha256": self.model_sha256, "weights_seed": self._seed(),
             "terms": {name: getattr(self.terms, name) for name in Terms.__slots__},
             "jobs": [{name: getattr(job, name) for name in Job.__slots__} for job in self.jobs],
-            "vllm_site": str(self.common.site or ""), "vllm_program": list(self.common.program),
+            "vllm_site": str(self.common.site or ""), "vllm_program": list(self.common.program), "tp": self.common.tp,
         }  # fmt: skip
         self.key = hashlib.sha256(json.dumps([about, environment["hash"]], sort_keys=True).encode()).hexdigest()[:16]
         path = self.options.place / RECORD
@@ -94,8 +95,33 @@ class Sitting:
         with self._lock:
             return [e for e in self.lines if e["kind"] == kind and all(e.get(k) == v for k, v in like.items())]
 
-    def gpus(self, number: int | None) -> tuple[int, ...]:
-        return () if self.options.device == "cpu" or number is None else (number,)
+    def gpus(self, first: int) -> tuple[int, ...]:
+        return gpus_of(self.options, first)
+
+
+def gpus_of(options: argparse.Namespace, first: int) -> tuple[int, ...]:
+    """The GPUs of one engine, one a rank, from `first` on; none on a CPU."""
+    return () if options.device == "cpu" else tuple(range(first, first + options.tp))
+
+
+def check_gpus(options: argparse.Namespace) -> None:
+    """Raises SystemExit, with the option's name, for ranks that cannot be placed."""
+    if options.tp < 1:
+        raise SystemExit(f"--tp {options.tp}: at least one rank is needed")
+    firsts = {"--gpu": options.gpu} | ({} if options.vllm_gpu is None else {"--vllm-gpu": options.vllm_gpu})
+    if options.vllm_gpu is not None and abs(options.vllm_gpu - options.gpu) < options.tp:
+        raise SystemExit(
+            f"--vllm-gpu {options.vllm_gpu}: ours has {_words(options.gpu, options.tp)}, vLLM would have "
+            f"{_words(options.vllm_gpu, options.tp)}; leave it out, or name a GPU from which --tp {options.tp} are free"
+        )
+    there = len(query_gpus(None)) if options.device == "cuda" else 0
+    for name, first in firsts.items():
+        if there and not 0 <= first <= there - options.tp:
+            raise SystemExit(f"{name} {first} with --tp {options.tp} means {_words(first, options.tp)}; this machine has {_words(0, there)}")
+
+
+def _words(first: int, count: int) -> str:
+    return f"GPU {first}" if count == 1 else f"GPUs {first} to {first + count - 1}"
 
 
 def our_arms(options: argparse.Namespace, model: Path) -> tuple[LaunchSpec, LaunchSpec]:
@@ -116,10 +142,12 @@ def our_arms(options: argparse.Namespace, model: Path) -> tuple[LaunchSpec, Laun
         repo = RunRepo((options.place / "ours.git").resolve(), trees)
         final = base = repo.create(target).commit
         label = f"{target.name}, commit {final[:12]}"
+    if options.tp not in target.tp:
+        raise SystemExit(f"--tp {options.tp}: {target.name} allows {', '.join(map(str, target.tp))}")
     made = [
         LaunchSpec(
-            tree=repo.tree(commit, f"{name}-{commit[:12]}"), target=target, python=Path(sys.executable), model_dir=model, tp=1,
-            device=options.device, devices=() if options.device == "cpu" else (options.gpu,), sandbox=options.sandbox,
+            tree=repo.tree(commit, f"{name}-{commit[:12]}"), target=target, python=Path(sys.executable), model_dir=model,
+            tp=options.tp, device=options.device, devices=gpus_of(options, options.gpu), sandbox=options.sandbox,
             label=label if name == "ours" else "the plain engine", extra_args=args or (),
         )
         for name, commit in (("ours", final), ("plain", base))

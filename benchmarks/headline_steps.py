@@ -20,17 +20,18 @@ from typing import Any
 
 from benchmarks import bandwidth
 from benchmarks import headline_cells as cells
-from benchmarks.headline_settings import DEFAULTS, SETTINGS, joined
+from benchmarks.headline_settings import DEFAULTS, joined, settings
 from benchmarks.headline_sitting import Sitting
 from optimizer import stats
 from optimizer.confine.launch import LaunchError, Server, launch
 from optimizer.confine.sandbox import SandboxError
 from optimizer.environment import query_gpus
+from optimizer.gates.model_math import Model
 from optimizer.outside import Outside, OutsideError, serve
 from optimizer.target import load_target
 from optimizer.traffic.client import Client, ClientError
 from optimizer.traffic.loadgen import LoadError, LoadGenerator
-from optimizer.vllm_server import Setting, command, stated
+from optimizer.vllm_server import BYTES, Common, Setting, command, stated
 
 REPO = Path(__file__).resolve().parent.parent
 TURNS = 3  # timed per setting, after one that is not
@@ -42,28 +43,39 @@ FAILURES = (OutsideError, LaunchError, SandboxError, cells.NotTimed, ClientError
 
 
 def bound(sitting: Sitting) -> None:
-    """What the card reads at, and so the least time of a decoded token at batch 1."""
+    """What the card reads at, and so the least time of a decoded token at batch 1: every rank reads its share at once.
+
+    What the ranks say to each other is not in it.
+    """
     if sitting.of("bound"):
         return
     env = dict(os.environ)
     if sitting.options.device == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = str(sitting.options.gpu)
     found = bandwidth.elsewhere(sitting.options.device, env)
-    size = bandwidth.token_bytes(sitting.common.model, sitting.common.dtype)
+    size = rank_bytes(sitting.common)
     ms = size / found["read_TBs"] / 1e9 if found.get("read_TBs") else None
     sitting.emit("bound", token_bytes=size, bound_ms=ms, **found)
+
+
+def rank_bytes(common: Common) -> int:
+    """Bytes of weights that one decoded token reads on each rank: its share of projections and head, and all norms."""
+    shape = Model.of(common.model)
+    whole, share = (shape.layers * shape.layer_weights(tp) + shape.head_weights(tp) for tp in (1, common.tp))
+    return bandwidth.token_bytes(common.model, common.dtype) - (whole - share) * BYTES[common.dtype]
 
 
 # -- search ---------------------------------------------------------------------------------------------------
 
 
 def search(sitting: Sitting) -> None:
-    """Every setting once, on one GPU or two; at the end one that joins what helped, if there is time."""
+    """Every setting once, one or two at a time; at the end one that joins what helped, if there is time."""
     only = [name.strip() for name in sitting.options.only.split(",") if name.strip()]
-    if unknown := sorted(set(only) - {s.name for s in SETTINGS}):
-        raise SystemExit(f"no setting {', '.join(unknown)}; there are: {', '.join(s.name for s in SETTINGS)}")
+    tried = settings(sitting.common.tp)
+    if unknown := sorted(set(only) - {s.name for s in tried}):
+        raise SystemExit(f"no setting {', '.join(unknown)}; there are: {', '.join(s.name for s in tried)}")
     todo: queue.SimpleQueue[Setting] = queue.SimpleQueue()
-    for setting in SETTINGS:
+    for setting in tried:
         if (not only or setting.name in only) and not sitting.of("setting", setting=setting.name):
             todo.put(setting)
     gpus = [sitting.options.gpu] + ([sitting.options.vllm_gpu] if sitting.options.vllm_gpu is not None else [])
@@ -73,7 +85,7 @@ def search(sitting: Sitting) -> None:
     _search_on(sitting, gpus[0], todo)
     for worker in workers:
         worker.join()
-    last = joined(scores(sitting))
+    last = joined(scores(sitting), tried)
     if last is not None and todo.empty() and not sitting.of("setting", setting=last.name) and _time_for_one(sitting):
         with LoadGenerator() as generator:
             _try(sitting, last, gpus[0], generator)
@@ -167,7 +179,8 @@ def pairs(sitting: Sitting) -> None:
 
 
 def _against(sitting: Sitting, name: str, jobs: Any) -> None:
-    setting = next(s for s in (*SETTINGS, joined(scores(sitting)) or SETTINGS[0]) if s.name == name)
+    tried = settings(sitting.common.tp)
+    setting = next(s for s in (*tried, joined(scores(sitting), tried) or tried[0]) if s.name == name)
     options = sitting.options
     gpu = options.gpu if options.vllm_gpu is None or options.same_card else options.vllm_gpu
     how = command(sitting.common, setting)
@@ -201,6 +214,8 @@ def _ours_unfair(sitting: Sitting, ours: Server) -> list[str]:
         found.append(f"ours computes in {said.get('dtype')}, asked for {terms.dtype}")
     if said.get("max_model_len") != terms.max_model_len:
         found.append(f"ours has max_model_len {said.get('max_model_len')}, asked for {terms.max_model_len}")
+    if said.get("tp", 1) != sitting.common.tp:
+        found.append(f"ours runs on {said.get('tp', 1)} ranks, asked for {sitting.common.tp}")
     return found
 
 
@@ -245,6 +260,9 @@ def context(sitting: Sitting) -> None:
     ):
         if sitting.of("context", engine=name, ours_sha256=sitting.ours_digest) or sitting.left_s() < 20.0:
             continue
+        if spec.tp not in spec.target.tp:
+            sitting.emit("context", engine=name, ours_sha256=sitting.ours_digest, why=f"it does not run on {spec.tp} ranks")
+            continue
         try:
             with launch(spec, timeout_s=max(5.0, sitting.left_s() - 5.0)) as server, LoadGenerator() as generator:
                 for turn in ("warm", "timed"):
@@ -283,7 +301,7 @@ def _settings_table(sitting: Sitting) -> list[str]:
             continue
         share = f"{math.exp(found[entry['setting']] - base):.3f} of the defaults' time" if base is not None else ""
         said.append(f"  {entry['setting']:32} {'  '.join(f'{ms:8.3f}' for ms in entry['ms'].values())}  {share}")
-    missed = [s.name for s in SETTINGS if not sitting.of("setting", setting=s.name)]
+    missed = [s.name for s in settings(sitting.common.tp) if not sitting.of("setting", setting=s.name)]
     return said + ([f"  not reached: {', '.join(missed)}"] if missed else [])
 
 

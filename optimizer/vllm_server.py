@@ -15,14 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optimizer.confine.launch import NO_MULTICAST
 from optimizer.outside import Command
 
 PROGRAM = ("{python}", "-m", "vllm.entrypoints.openai.api_server")
 MAX_NUM_SEQS = 64  # graphs are captured for batches up to this and double of it: no cell here is larger
 MEMORY_SHARE = 0.4  # what vLLM wants free at its start; the KV cache is sized by bytes, so that two engines fit one card
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Nothing is asked of a network, and no sampler is compiled at the first request.
 ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+
+# On several ranks. Of the all-reduces that vLLM has, symmetric memory's (on by default) and FlashInfer's "mnnvl" multicast; its
+# own over CUDA IPC, NCCL's and FlashInfer's "trtllm" (what "auto" takes on one host) do not.
+UNICAST = NO_MULTICAST | {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ class Common:
         config = json.loads((self.model / "config.json").read_text("utf-8"))
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        return 2 * config["num_hidden_layers"] * heads * size * _BYTES[self.dtype] * self.kv_tokens // self.tp
+        heads = max(1, heads // self.tp)  # beyond their number they are replicated
+        return 2 * config["num_hidden_layers"] * heads * size * BYTES[self.dtype] * self.kv_tokens
 
 
 def installed(python: Path, site: Path | None = None) -> bool:
@@ -90,7 +96,7 @@ def command(common: Common, setting: Setting) -> Command:
 
 
 def _environment(common: Common) -> dict[str, str]:
-    env = dict(ENVIRONMENT)
+    env = ENVIRONMENT | (UNICAST if common.tp > 1 else {})
     if common.site is not None:
         env["PYTHONPATH"] = str(common.site)
     if common.cache is not None:

@@ -120,40 +120,95 @@ def broadcast(tensor, src=None, group=None, async_op=False):
 
 
 GPU_MODULE = "symm_collectives"
-GPU_TEMPLATE = '''"""All-reduce of small tensors between the GPUs of one host by PyTorch's symmetric memory.
+GPU_TEMPLATE = '''"""All-reduce of small bfloat16 tensors between the GPUs of one host, in one kernel over PyTorch's symmetric memory.
 
-One kernel per rank reads every peer's buffer and sums in rank order; it begins and ends with a barrier between the
-ranks, so one buffer per type is enough. Large, odd or other operations take torch.distributed. Buffers are made at the
-first call of a type: before any graph capture, which needs a warm-up anyway. Not for: several hosts.
+Each program writes its words into every peer's inbox with the number of the turn beside each, and takes the peers' words
+from its own as they come: nobody waits for a barrier, and no flag travels apart from what it announces. Inboxes are double:
+a rank writes into one again only after it has seen what each peer sent in the turn between. Sums run in rank order, so every
+rank gets the same bits. Calls of one group must not overlap on a rank. What does not fit takes torch.distributed. Inboxes are
+made at the first call: before any graph capture, which needs a warm-up anyway. Not for: several hosts.
 """
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-MAX_BYTES = @SLOT_KIB@ * 512  # above it a ring moves fewer bytes
-AVAILABLE = torch.cuda.is_available() and torch.cuda.device_count() > 1
-_buffers: dict = {}
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a torch for CPUs
+    triton = None
+
+MAX_BYTES = @SLOT_KIB@ * 512  # above it the library moves fewer bytes
+WORDS = 512  # of 4 bytes: what one program sends
+AVAILABLE = triton is not None and torch.cuda.is_available() and torch.cuda.device_count() > 1
+_rooms: dict = {}
 
 
-def _buffer(tensor, group):
-    key = (group, tensor.dtype)
-    if key not in _buffers:
-        made = symm_mem.empty(MAX_BYTES // tensor.element_size(), dtype=tensor.dtype, device=tensor.device)
-        symm_mem.rendezvous(made, group or dist.group.WORLD)
-        _buffers[key] = made
-    return _buffers[key][: tensor.numel()]
+class _Room:
+    """One group's inboxes [2 turns, senders, words], where those of all ranks lie, and the turn of each program."""
+
+    def __init__(self, group, device) -> None:
+        group = group or dist.group.WORLD
+        self.rank, self.size, words = dist.get_rank(group), dist.get_world_size(group), MAX_BYTES // 4
+        self.inbox = symm_mem.empty(2 * self.size * words, dtype=torch.int64, device=device)
+        self.inbox.zero_()
+        torch.cuda.synchronize(device)  # before any peer knows where it lies
+        handle = symm_mem.rendezvous(self.inbox, group)
+        found = [handle.get_buffer(r, self.inbox.shape, torch.int64).data_ptr() for r in range(self.size)]
+        self.inboxes = torch.tensor(found, dtype=torch.int64, device=device)
+        self.turns = torch.zeros(words // WORDS, dtype=torch.int32, device=device)
+        self.ahead = torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     plain = AVAILABLE and op == dist.ReduceOp.SUM and not async_op and tensor.is_cuda and tensor.is_contiguous()
-    if not plain or tensor.nbytes > MAX_BYTES or tensor.nbytes % 16:
+    if not plain or tensor.dtype != torch.bfloat16 or tensor.nbytes > MAX_BYTES or tensor.nbytes % 16 or tensor.data_ptr() % 16:
         return dist.all_reduce(tensor, op, group, async_op)
-    flat = tensor.detach().view(-1)
-    mine = _buffer(tensor, group)
-    mine.copy_(flat)
-    name = (group or dist.group.WORLD).group_name
-    flat.copy_(torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", name))
+    if group not in _rooms:
+        _rooms[group] = _Room(group, tensor.device)
+    room, words = _rooms[group], tensor.detach().view(-1).view(torch.int32)
+    one_shot_all_reduce[(triton.cdiv(words.numel(), WORDS),)](
+        words, room.inbox, room.inboxes, room.turns, words.numel(), RANK=room.rank, RANKS=room.size, MOST=MAX_BYTES // 4,
+        WORDS=WORDS, AHEAD=room.ahead, launch_pdl=room.ahead, num_warps=4,
+    )  # fmt: skip
+
+
+if triton is not None:
+
+    @triton.jit
+    def one_shot_all_reduce(words, inbox, inboxes, turns, count, RANK: tl.constexpr, RANKS: tl.constexpr, MOST: tl.constexpr,
+                            WORDS: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+        if AHEAD:  # the next kernel may be set up; what this one reads must be there
+            tl.extra.cuda.gdc_launch_dependents()
+            tl.extra.cuda.gdc_wait()
+        part = tl.program_id(0)
+        i = part * WORDS + tl.arange(0, WORDS)
+        inside = i < count
+        turn = tl.load(turns + part) + 1
+        mine = tl.load(words + i, mask=inside, other=0)
+        room = (turn & 1) * (RANKS * MOST) + i
+        marked = (turn.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                there = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64))
+                tl.store(there + room + RANK * MOST, marked, mask=inside)
+        low = tl.zeros((WORDS,), tl.float32)  # the first and the second number of each word
+        high = tl.zeros((WORDS,), tl.float32)
+        for peer in tl.static_range(RANKS):
+            got = mine
+            if peer != RANK:
+                here = inbox + room + peer * MOST
+                came = tl.load(here, mask=inside, other=0, volatile=True)
+                while tl.sum((((came >> 32).to(tl.int32) != turn) & inside).to(tl.int32), 0) > 0:
+                    came = tl.load(here, mask=inside, other=0, volatile=True)
+                got = came.to(tl.int32)
+            low += (got << 16).to(tl.float32, bitcast=True)
+            high += (got & -65536).to(tl.float32, bitcast=True)
+        first = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        second = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        tl.store(words + i, second | first, mask=inside)
+        tl.store(turns + part, turn)
 '''
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_headline
+from benchmarks import gpu_headline, headline_sitting, headline_steps
 from benchmarks import headline_cells as cells
-from benchmarks.headline_settings import DEFAULTS, JOINED, SETTINGS, joined
+from benchmarks.headline_settings import DEFAULTS, JOINED, NCCL, SETTINGS, joined, settings
+from optimizer.confine.launch import NO_MULTICAST
 from optimizer.traffic.client import Request
 from optimizer.types import Stream
 from optimizer.vllm_server import Common, Setting, Stated, command, stated
@@ -76,6 +77,34 @@ def test_the_best_setting_meets_ours_in_pairs_and_a_setting_that_fails_is_a_line
     assert "geometric mean" in capsys.readouterr().out
 
 
+def test_two_ranks_try_the_all_reduce_too_and_are_kept_apart_from_one(repo, folders, capsys):
+    one = sit(repo, folders, "--steps", "")
+    record = sit(repo, folders, "--tp", "2", "--only", "defaults,NCCL all-reduce", "--pairs", "2", "--steps", "search,pairs,context")
+    assert {e["key"] for e in record} & {e["key"] for e in one} == set() and kind(record, "sitting")[0]["tp"] == 2
+    tried = kind(record, "setting")
+    assert [(e["setting"], e["status"]) for e in tried] == [("defaults", "timed"), ("NCCL all-reduce", "timed")]
+    assert all("--tensor-parallel-size 2" in e["command"] and "NCCL_NVLS_ENABLE=0" in e["command"] for e in tried)
+    assert {p["setting"] for p in kind(record, "pair")} == {"NCCL all-reduce"}
+    (result,), (checked,) = kind(record, "result"), kind(record, "fairness")
+    assert checked["against"] == [] and checked["ours"]["tp"] == 2 and result["pairs"] == 2
+    plain, hf = kind(record, "context")
+    assert plain["metadata"]["tp"] == 2 and hf["why"] == "it does not run on 2 ranks"
+    assert "not reached: 2048 batched tokens" in capsys.readouterr().out
+
+
+def test_our_engine_on_two_ranks_takes_its_turns(repo, folders, monkeypatch):
+    """The real one, over gloo. The stand-in speaks the fake engine's tokens: so there are pairs, and no ratio."""
+    monkeypatch.setattr(cells, "JOBS", tuple(replace(job, concurrency=min(job.concurrency, 2), repeats=1) for job in cells.JOBS))
+    out, place, _ = folders
+    record = sit(
+        repo, (out, place, repo / "engine" / "tiny_qwen3"), "--tp", "2", "--ours", str(repo / "engine"), "--only", "defaults", "--pairs", "1",
+        "--max-model-len", "1024", "--shrink", "16",
+    )  # fmt: skip
+    (checked,) = kind(record, "fairness")
+    assert (checked["ours"]["tp"], checked["ours"]["all_reduce_backend"]) == (2, "gloo")
+    assert len(kind(record, "pair")) == 1 and len(checked["against"]) == 1 and "not the same model" in checked["against"][0]
+
+
 def test_a_second_command_goes_on_where_the_first_stopped(repo, folders):
     first = sit(repo, folders, "--only", "defaults", "--steps", "search")
     again = sit(repo, folders, "--only", "defaults,eager", "--pairs", "2")
@@ -126,6 +155,65 @@ def test_flags_carry_the_same_cache_and_no_prefix_caching(folders):
     assert how.argv[how.argv.index("--kv-cache-memory-bytes") + 1] == str(2 * layers * heads * size * 4 * 160)
     profiler = json.loads(how.argv[how.argv.index("--profiler-config") + 1])
     assert profiler["torch_profiler_dir"] == "{trace_dir}" and profiler["torch_profiler_with_stack"] is False
+
+
+def test_on_several_ranks_nothing_of_vllm_multicasts_and_each_holds_its_share_of_the_cache(folders):
+    *_, model = folders
+    how = {tp: command(Common(model=model, dtype="float32", kv_tokens=160, tp=tp), NCCL) for tp in (1, 2)}
+    env = {tp: dict(one.env) for tp, one in how.items()}
+    assert NO_MULTICAST.items() <= env[2].items() and env[2]["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
+    assert env[2]["VLLM_FLASHINFER_ALLREDUCE_BACKEND"] == "trtllm" and not env[1].keys() & (NO_MULTICAST.keys() | {"VLLM_ALLREDUCE_USE_SYMM_MEM"})
+    assert "--disable-custom-all-reduce" in how[2].argv and how[2].argv[how[2].argv.index("--tensor-parallel-size") + 1] == "2"
+    config = json.loads((model / "config.json").read_text())
+    wide = {}
+    for heads in (1, 4):
+        (model / "config.json").write_text(json.dumps(config | {"num_key_value_heads": heads}))
+        wide[heads] = [Common(model=model, dtype="float32", kv_tokens=160, tp=tp).kv_bytes() for tp in (1, 2)]
+    assert wide[4][0] == 2 * wide[4][1] and wide[1][0] == wide[1][1], "one head is on both ranks"
+
+
+def test_settings_of_several_ranks_are_those_of_one_with_the_all_reduce_second():
+    assert settings(1) == SETTINGS and NCCL not in SETTINGS
+    assert settings(2) == settings(4) and settings(4)[:2] == (SETTINGS[0], NCCL) and settings(4)[2:] == SETTINGS[1:]
+    found = joined({DEFAULTS: 0.0, NCCL.name: -0.02, "block size 32": -0.01}, settings(2))
+    assert found is not None and found.flags == ("--block-size", "32", "--disable-custom-all-reduce")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("--tp", "0"), "--tp 0"),
+        (("--tp", "3"), "--tp 3: fake allows 1, 2"),
+        (("--tp", "2", "--vllm-gpu", "1"), "--vllm-gpu 1: ours has GPUs 0 to 1, vLLM would have GPUs 1 to 2"),
+        (("--vllm-gpu", "0"), "--vllm-gpu 0: ours has GPU 0"),
+    ],
+)
+def test_ranks_that_cannot_be_placed_are_refused_by_the_name_of_the_option(repo, folders, given, named):
+    with pytest.raises(SystemExit, match=named):
+        sit(repo, folders, *given)
+
+
+def test_gpus_begin_where_the_options_say_and_must_be_there(repo, folders, monkeypatch):
+    out, place, model = folders
+    options = gpu_headline.options_of([str(out), "--place", str(place), "--ours", str(out.parent / "ours"), "--tp", "2", "--gpu", "2", "--vllm-gpu", "0"])
+    monkeypatch.setattr(headline_sitting, "query_gpus", lambda _: (None,) * 4)
+    headline_sitting.check_gpus(options)
+    assert headline_sitting.gpus_of(options, options.gpu) == (2, 3) and headline_sitting.gpus_of(options, options.vllm_gpu) == (0, 1)
+    ours, plain = headline_sitting.our_arms(options, model)
+    assert (ours.tp, ours.devices) == (plain.tp, plain.devices) == (2, (2, 3))
+    monkeypatch.setattr(headline_sitting, "query_gpus", lambda _: (None,) * 3)
+    with pytest.raises(SystemExit, match="--gpu 2 with --tp 2 means GPUs 2 to 3; this machine has GPUs 0 to 2"):
+        headline_sitting.check_gpus(options)
+
+
+@pytest.mark.parametrize(("tp", "kv"), [(1, 8), (2, 4), (8, 1), (16, 1)])
+def test_each_rank_reads_its_share_of_the_weights(tmp_path, tp, kv):
+    """Qwen3-8B's dimensions: 36 layers, 32 heads and 8 KV heads of 128, an untied head."""
+    config = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = 4096 * 128 * 2 * (32 // tp + kv) + 3 * 4096 * 12288 // tp + 2 * 4096 + 2 * 128
+    assert headline_steps.rank_bytes(Common(model=tmp_path, tp=tp)) == 2 * (36 * layer + 4096 * 151936 // tp + 4096)
 
 
 def test_what_helped_is_joined_and_the_fastest_has_the_last_word():

@@ -30,8 +30,11 @@ def test_engines_on_two_ranks_are_compared_with_one_held_up_and_replayed(repo, t
         gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--device", "cpu", "--model", str(model), "--only", "nobody"])
 
 
-def test_an_all_reduce_is_right_before_it_is_timed(capfd) -> None:
-    all_reduce.main(["--ranks", "2", "--device", "cpu", "--kib", "8,64", "--calls", "3", "--repeats", "2"])
-    rows = _rows(capfd.readouterr().out)
-    assert [(r["kib"], r["way"]) for r in rows] == [(8, "gloo"), (64, "gloo")]
+def test_an_all_reduce_is_right_before_it_is_timed(tmp_path, capfd) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise ImportError('made for another torch')")
+    all_reduce.main(["--device", "cpu", "--kib", "8,2048", "--calls", "3", "--repeats", "2", "--vllm-site", str(tmp_path)])
+    *rows, other = _rows(capfd.readouterr().out)
+    assert [(r["way"], r["kib"]) for r in rows] == [("gloo", 8), ("gloo", 2048), ("custom-all-reduce", 8)]
     assert all(r["wrong"] == 0 and r["us_range"][0] <= r["us"] <= r["us_range"][1] for r in rows)
+    assert other == {"way": "vLLM", "ranks": 2, "why": "ImportError: made for another torch"}

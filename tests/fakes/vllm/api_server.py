@@ -1,7 +1,8 @@
 """A stand-in for `vllm.entrypoints.openai.api_server`: its flags, its HTTP surface, its log line; tokens of the fake model.
 
 Flags that it does not know are errors, as with vLLM. A step takes MS of the first setting that is named on the command
-line. FAKE_VLLM (words) makes it cheat or fail: `hits`, `float16`, `short`, `dies`, `other-tokens`.
+line. --tensor-parallel-size changes nothing but what its KV cache takes. FAKE_VLLM (words) makes it cheat or fail: `hits`,
+`float16`, `short`, `dies`, `other-tokens`.
 """
 
 import argparse
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 import model
 import tracing
 
-MS = {"--enforce-eager": 9.0, "--no-async-scheduling": 6.0, "FULL_DECODE_ONLY": 4.0, "": 6.0}
+MS = {"--enforce-eager": 9.0, "--disable-custom-all-reduce": 4.0, "--no-async-scheduling": 6.0, "FULL_DECODE_ONLY": 4.0, "": 6.0}
 FAULTS = os.environ.get("FAKE_VLLM", "").split()
 INFO = 'vllm:cache_config_info{block_size="16",cache_dtype="auto",enable_prefix_caching="False",extra="{}",num_gpu_blocks="%d"} 1.0'
 
@@ -113,11 +114,12 @@ def parse(argv):
     parser.add_argument("--compilation-config", default="{}")
     parser.add_argument("--profiler-config", default="{}")
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--kv-cache-memory-bytes", type=int)
     parser.add_argument("--cudagraph-capture-sizes", nargs="+", type=int)
     for name in ("--enable-prefix-caching", "--async-scheduling"):
         parser.add_argument(name, action=argparse.BooleanOptionalAction)
-    for name in ("--skip-tokenizer-init", "--disable-uvicorn-access-log", "--enforce-eager"):
+    for name in ("--skip-tokenizer-init", "--disable-uvicorn-access-log", "--enforce-eager", "--disable-custom-all-reduce"):
         parser.add_argument(name, action="store_true")
     return parser.parse_args(argv)
 
@@ -128,7 +130,8 @@ def main():
         raise SystemExit("ModuleNotFoundError: No module named 'flashinfer'")
     config = json.loads(Path(options.model, "config.json").read_text())
     size = {"float32": 4, "bfloat16": 2}[options.dtype]
-    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * size
+    heads = max(1, config["num_key_value_heads"] // options.tensor_parallel_size)
+    per_token = 2 * config["num_hidden_layers"] * heads * config["head_dim"] * size
     Handler.weights = Path(options.model, "model.safetensors").read_bytes()
     Handler.vocabulary, Handler.blocks = config["vocab_size"], options.kv_cache_memory_bytes // per_token // 16
     words = " ".join(sys.argv)

@@ -1,0 +1,96 @@
+"""The module that custom-all-reduce adds on GPUs: a small patch, and a kernel that gives every rank the same exact sums.
+
+The kernel runs in Triton's interpreter, ranks as processes over shared memory, where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from optimizer.gates import policy
+from optimizer.patching import changed_lines
+from optimizer.proposers import skillbook
+from optimizer.proposers.base import MAX_FILES, MAX_LINES
+
+SIZES = (4096, 1024, 6, 4096)  # numbers of one call after another: other programs take part in each
+CALLS = 9
+
+
+def test_the_patch_is_small_and_passes_the_source_check(engine_sources, skills) -> None:
+    rewrites = skillbook.run(skills["custom-all-reduce"], engine_sources, {"bound_us": 100.0, "device": "cuda"})
+    assert not isinstance(rewrites, str), rewrites
+    changed = {f: t for f, t in rewrites[-1].after.items() if engine_sources.get(f) != t}
+    assert sorted(changed) == ["engine/parallel.py", "engine/symm_collectives.py", "engine/worker.py"]
+    assert len(changed) <= MAX_FILES and changed_lines(engine_sources, changed) <= MAX_LINES
+    assert policy.new_findings({f: engine_sources[f] for f in changed if f in engine_sources}, changed) == []
+    kernel = rewrites[-1].activation["appear"][0]["row"].strip("*")
+    assert f"def {kernel}(" in changed["engine/symm_collectives.py"]
+
+
+def _module(folder: Path) -> ModuleType:
+    """What the skill writes, with inboxes of 8 KiB."""
+    spec = importlib.util.spec_from_file_location("codemod", skillbook.BUILT_IN / "custom-all-reduce/codemod.py")
+    assert spec is not None and spec.loader is not None
+    skillbook.load_all()  # puts the codemods' tools where they can be imported
+    codemod = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(codemod)
+    file = folder / f"symm_collectives_{os.getpid()}.py"
+    file.write_text(codemod.GPU_TEMPLATE.replace("@SLOT_KIB@", "16"))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _numbers(rank: int, call: int) -> torch.Tensor:
+    return torch.randn(SIZES[call % len(SIZES)], generator=torch.Generator().manual_seed(100 * call + rank)).bfloat16()
+
+
+def _rank(rank: int, inboxes: torch.Tensor, folder: Path, results: Any) -> None:
+    module, size = _module(folder), len(inboxes)
+    words_most = module.MAX_BYTES // 4
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64)
+    turns = torch.zeros(words_most // module.WORDS, dtype=torch.int32)
+    found = []
+    for call in range(CALLS):
+        numbers = _numbers(rank, call)
+        words = numbers.view(torch.int32)
+        module.one_shot_all_reduce[(-(-words.numel() // module.WORDS),)](
+            words, inboxes[rank], addresses, turns, words.numel(), RANK=rank, RANKS=size, MOST=words_most, WORDS=module.WORDS, AHEAD=False, num_warps=4
+        )
+        found.append(numbers.float().numpy())
+    results.put((rank, found))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_gets_the_sum_in_rank_order(size, tmp_path, monkeypatch) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: the kernel cannot be interpreted")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: ranks are fresh processes
+    words = _module(tmp_path).MAX_BYTES // 4
+    inboxes = torch.zeros(size, 2 * size * words, dtype=torch.int64).share_memory_()
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, inboxes, tmp_path, results)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    found = dict(results.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join()
+    for call in range(CALLS):
+        total = torch.zeros(SIZES[call % len(SIZES)])
+        for rank in range(size):
+            total += _numbers(rank, call).float()
+        cut = (total.view(torch.int32) & -65536).view(torch.float32).numpy()  # a GPU rounds here, the interpreter cuts
+        for rank in range(size):
+            assert (found[rank][call] == cut).all(), (rank, call)
