@@ -3,7 +3,8 @@
     python -m benchmarks.gpu_ranks OUT --place DIR --tp 2 [--steps engines,delays,replays] [--only plain,ranks]
 
 Qwen3-8B dimensions, random bf16 weights, in the sandbox, over HTTP. Engines: plain on one GPU and on all, all GPU skills
-with the library's collectives, with steps launched ahead on every rank, and with all-reduces through symmetric memory.
+on one GPU, on all with the library's collectives, with steps launched ahead on every rank, and with all-reduces through
+symmetric memory.
 For each: median and mean step at batch 1 and 32, streams that equal the one-GPU engine's, and from a trace of every rank
 how long its all-reduces wait and transfer. Then the last engine: `delays` holds ranks up at random (SIGSTOP) and
 `replays` decodes `--replays` steps over all batch buckets, and both must give the tokens of the first time. One launch each,
@@ -42,7 +43,8 @@ def engines(options: argparse.Namespace, model: Path) -> dict[str, LaunchSpec]:
     found = rungs(options.place / "trees", model, MORE)
     all_gpus = {"device": options.device, "tp": options.tp, "devices": tuple(range(options.tp)) if options.device == "cuda" else ()}
     one = replace(found["plain"], label="plain, one", **{**all_gpus, "tp": 1, "devices": all_gpus["devices"][:1]})
-    named = {"one": one} | {name: replace(found[name], **all_gpus) for name in ("plain", "no host reads", "ranks", "symmetric memory")}
+    all_skills = replace(found["last rows"], label="all skills, one", tp=1, device=one.device, devices=one.devices)
+    named = {"one": one, "one with all skills": all_skills} | {name: replace(found[name], **all_gpus) for name in ("plain", "no host reads", "ranks", "symmetric memory")}
     return named if options.device == "cuda" else {name: replace(spec, extra_args=()) for name, spec in named.items()}
 
 
@@ -113,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--model", type=Path, default=None, help="folder with weights; random ones of Qwen3-8B's shape if left out")
     parser.add_argument("--steps", default=",".join(STEPS))
-    parser.add_argument("--only", default="one,plain,no host reads,ranks,symmetric memory", help="engines; the last one is held up and replayed")
+    parser.add_argument("--only", default="one,one with all skills,plain,no host reads,ranks,symmetric memory", help="engines; the last one is held up and replayed")
     parser.add_argument("--replays", type=int, default=10_000)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)

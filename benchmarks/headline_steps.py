@@ -70,10 +70,7 @@ def rank_bytes(common: Common) -> int:
 
 def search(sitting: Sitting) -> None:
     """Every setting once, one or two at a time; at the end one that joins what helped, if there is time."""
-    only = [name.strip() for name in sitting.options.only.split(",") if name.strip()]
-    tried = settings(sitting.common.tp)
-    if unknown := sorted(set(only) - {s.name for s in tried}):
-        raise SystemExit(f"no setting {', '.join(unknown)}; there are: {', '.join(s.name for s in tried)}")
+    only, tried = _only(sitting), settings(sitting.common.tp)
     todo: queue.SimpleQueue[Setting] = queue.SimpleQueue()
     for setting in tried:
         if (not only or setting.name in only) and not sitting.of("setting", setting=setting.name):
@@ -166,7 +163,13 @@ def scores(sitting: Sitting) -> dict[str, float]:
 
 
 def pairs(sitting: Sitting) -> None:
-    """Ours and the best setting in turns; where another is the best at batch 1, ours against that one there, too."""
+    """Ours and the best setting in turns; where another is the best at batch 1, ours against that one there, too.
+
+    With `--only` one setting that no search has tried, that one: a result says how many settings were timed.
+    """
+    if len(only := _only(sitting)) == 1 and not sitting.of("setting", setting=only[0]):
+        _against(sitting, only[0], sitting.jobs)
+        return
     found = scores(sitting)
     if not found:
         sitting.emit("no_pairs", why="no vLLM setting was timed")
@@ -176,6 +179,15 @@ def pairs(sitting: Sitting) -> None:
     _against(sitting, best, sitting.jobs)
     if best_at_1 != best and sitting.left_s() > PAIRS_NEED_S / 2:
         _against(sitting, best_at_1, [job for job in sitting.jobs if job.name == "b1"])
+
+
+def _only(sitting: Sitting) -> list[str]:
+    """The settings that were asked for by name; none: all. Raises SystemExit for a name that is not there."""
+    only = [name.strip() for name in sitting.options.only.split(",") if name.strip()]
+    there = [s.name for s in settings(sitting.common.tp)]
+    if unknown := sorted(set(only) - set(there)):
+        raise SystemExit(f"no setting {', '.join(unknown)}; there are: {', '.join(there)}")
+    return only
 
 
 def _against(sitting: Sitting, name: str, jobs: Any) -> None:

@@ -93,13 +93,14 @@ def test_two_ranks_try_the_all_reduce_too_and_are_kept_apart_from_one(repo, fold
 
 
 def test_our_engine_on_two_ranks_takes_its_turns(repo, folders, monkeypatch):
-    """The real one, over gloo. The stand-in speaks the fake engine's tokens: so there are pairs, and no ratio."""
+    """The real one, over gloo, against one setting without a search. The stand-in speaks the fake engine's tokens: so there are pairs, and no ratio."""
     monkeypatch.setattr(cells, "JOBS", tuple(replace(job, concurrency=min(job.concurrency, 2), repeats=1) for job in cells.JOBS))
     out, place, _ = folders
     record = sit(
         repo, (out, place, repo / "engine" / "tiny_qwen3"), "--tp", "2", "--ours", str(repo / "engine"), "--only", "defaults", "--pairs", "1",
-        "--max-model-len", "1024", "--shrink", "16",
+        "--max-model-len", "1024", "--shrink", "16", "--steps", "pairs",
     )  # fmt: skip
+    assert not kind(record, "setting")
     (checked,) = kind(record, "fairness")
     assert (checked["ours"]["tp"], checked["ours"]["all_reduce_backend"]) == (2, "gloo")
     assert len(kind(record, "pair")) == 1 and len(checked["against"]) == 1 and "not the same model" in checked["against"][0]

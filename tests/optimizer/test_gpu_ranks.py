@@ -26,7 +26,7 @@ def test_engines_on_two_ranks_are_compared_with_one_held_up_and_replayed(repo, t
     assert len(replayed) == len(gpu_ranks.BUCKETS) and {r["streams that differ"] for r in replayed} == {0}
     with pytest.raises(SystemExit, match="no step engine; there are: engines, delays, replays"):
         gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--steps", "engine"])
-    with pytest.raises(SystemExit, match="no engine nobody; there are: one, plain"):
+    with pytest.raises(SystemExit, match="no engine nobody; there are: one, one with all skills, plain"):
         gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--device", "cpu", "--model", str(model), "--only", "nobody"])
 
 

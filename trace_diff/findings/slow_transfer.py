@@ -16,7 +16,7 @@ RULE = "slow-transfer"
 SKILLS = ("custom-all-reduce",)
 FORMULA = "transfer time - collectives x floor (4 us on a GPU, 20 us on a CPU)"
 FLOOR_NS = {"gpu": 4_000.0, "cpu": 20_000.0}
-LEAST_RATIO = 2.0
+LEAST_RATIO = 1.4
 
 
 def look(context: Context) -> Draft | NotFound | CouldNotLook:
