@@ -70,7 +70,7 @@ def _leave_out(run: Run, do: Services, commit: str, title: str) -> None:
     last = run.spec(final, incumbent_name(final), "final")
     key = ast_hash(run.repo.sources(without, run.target.editable))
     try:
-        with failures(Stage.ABLATE):
+        with failures(run, Stage.ABLATE):
             result = compare(run, do, arm, last, key, attempt)
         if not result.passed:
             pass_gates(do, arm, last, final, without)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from optimizer import accept, state
 from optimizer.candidate import incumbent_name
 from optimizer.headline import floor
-from optimizer.judge import calibration_of, ended_with_us, failures, kept, pairs_of, take_pair
+from optimizer.judge import calibration_of, failures, kept, pairs_of, take_pair
 from optimizer.ledger import Line
 from optimizer.run import Run, RunError
 from optimizer.serial import plain
-from optimizer.services import Interrupted, Services, Stop
+from optimizer.services import Services, Stop
 from optimizer.types import Pair, Stage
 
 MUCH_FASTER = 0.6  # of the calibrated step
@@ -64,14 +64,12 @@ def _aa(run: Run, do: Services, which: Stage, key: str, wanted: int) -> list[Pai
     commit = run.repo.incumbent()
     spec = run.spec(commit, incumbent_name(commit), "incumbent")
     try:
-        with failures(which):
+        with failures(run, which):
             while _more(kept(pairs_of(run, which, key)), wanted, which):
                 if len(pairs_of(run, which, key)) >= 3 * wanted:
                     raise RunError(f"{which}: too many pairs had to be discarded; this machine is not quiet enough")
                 take_pair(run, do, spec, spec, which, key, None)
     except Stop as stop:
-        if ended_with_us(run, stop):
-            raise Interrupted from stop
         raise RunError(f"the engine fails against itself: {stop.reason}: {stop.detail}") from stop
     return pairs_of(run, which, key)
 

@@ -32,7 +32,7 @@ class Explanation:
 
 def explain(run: Run, do: Services, candidate: Candidate, result: StageResult, before: Diagnosis) -> Explanation:
     """Capture the candidate and compare with the incumbent's diagnosis. Raises Stop (parked) when unexplained."""
-    with failures("trace"):
+    with failures(run, "trace"):
         capture = capture_tree(run, do, candidate.end.spec, candidate.end.commit, str(candidate.number), candidate.number)
         after = do.diagnose(capture, ())
     found = compare(candidate, before, after)

@@ -28,7 +28,7 @@ def headline(run: Run, do: Services) -> dict[str, Any] | None:
     key = f"headline/{final}"
     why = None
     try:
-        with failures(Stage.HEADLINE):
+        with failures(run, Stage.HEADLINE):
             while headline_pairs(do.budget, len(kept(_pairs(run, key)))) and len(_pairs(run, key)) < 2 * planned(do):
                 take_pair(run, do, first, last, Stage.HEADLINE, key, None)
     except Stop as stop:

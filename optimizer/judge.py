@@ -36,8 +36,23 @@ def pause_point(run: Run) -> None:
 
 
 @contextmanager
-def failures(stage: str) -> Iterator[None]:
-    """Whatever breaks while a candidate is judged ends its attempt under a name; the loop goes on."""
+def failures(run: Run, stage: str) -> Iterator[None]:
+    """Whatever breaks while a candidate is judged ends its attempt under a name; the loop goes on.
+
+    But what dies while the run is asked to stop may have been stopped with it, as a service manager signals every process:
+    that is nobody's fault. Raises Stop, or Interrupted.
+    """
+    try:
+        with _named(stage):
+            yield
+    except Stop as stop:
+        if run.stop_requested and stop.reason in _DIED:
+            raise Interrupted from stop
+        raise
+
+
+@contextmanager
+def _named(stage: str) -> Iterator[None]:
     try:
         yield
     except CandidateFailed as error:
@@ -52,18 +67,13 @@ def failures(stage: str) -> Iterator[None]:
         raise Stop(Verdict.REJECT, stage, RejectReason.INFRASTRUCTURE, str(error)) from error
 
 
-def ended_with_us(run: Run, stop: Stop) -> bool:
-    """Whether what failed may have been stopped together with the run: a service manager signals every process of it."""
-    return run.stop_requested and stop.reason in _DIED
-
-
 def gates(run: Run, do: Services, candidate: Candidate, stage: str) -> None:
     """Run a gate stage on every member of the series. Raises Stop at the first that fails or is parked."""
     for at, member in enumerate(candidate.members):
         attempt = _attempt(run, candidate.number)
         if not attempt.gates_passed(stage, at):
             do.check_seal()
-            with failures(stage):
+            with failures(run, stage):
                 seconds = _member_gates(run, do, candidate, stage, at, member)
             do.check_seal()
             done = {"stage": stage, "member": at, "gate": "all", "check": "", "passed": True, "seconds": seconds}
@@ -105,7 +115,7 @@ def stage(run: Run, do: Services, candidate: Candidate, which: Stage) -> StageRe
     if have:
         result = build(StageResult, {k: have[0][k] for k in StageResult.__slots__})
     else:
-        with failures(which):
+        with failures(run, which):
             result, pairs = _decide(run, do, candidate, which, calibration)
         run.ledger.append(_KIND[which], candidate.number, {**plain(result), **_prediction(candidate, pairs)})
     if result.parked and not candidate.admitted:
@@ -135,7 +145,7 @@ def _enabler(run: Run, do: Services, candidate: Candidate, at: int, member: Memb
     """A member before the end: neutral is enough. What few pairs make look worse gets as many as a decision has."""
     if any(d.get("member") == at for d in _attempt(run, candidate.number).data("screened")):
         return
-    with failures(Stage.SCREEN):
+    with failures(run, Stage.SCREEN):
         while (result := _of_enabler(run, do, member)) is None:
             take_pair(run, do, candidate.incumbent, member.spec, Stage.SCREEN, member.key, candidate.number)
     run.ledger.append("screened", candidate.number, {**plain(result), "member": at})

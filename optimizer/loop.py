@@ -13,10 +13,10 @@ from optimizer.candidate import build
 from optimizer.capturing import capture_incumbent
 from optimizer.explain import explain
 from optimizer.headline import bound_us, headline
-from optimizer.judge import ended_with_us, gates, pause_point, screen, stage
+from optimizer.judge import gates, pause_point, screen, stage
 from optimizer.propose import propose
 from optimizer.run import Run
-from optimizer.services import Capture, Diagnosis, Interrupted, NoProposal, Services, Stop
+from optimizer.services import Capture, Diagnosis, NoProposal, Services, Stop
 from optimizer.shrink import shrink
 from optimizer.stopping import goal_reached, nothing_left
 from optimizer.types import Stage, Verdict
@@ -55,8 +55,6 @@ class Loop:
             explanation = explain(run, do, candidate, result, before)
             verdict = accept(run, candidate, result, explanation)
         except Stop as stop:
-            if ended_with_us(run, stop):
-                raise Interrupted from stop
             verdict = close(run, proposal.number, stop)
         finish_attempt(run, do, proposal.number)
         return verdict

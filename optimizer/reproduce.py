@@ -129,7 +129,7 @@ def reproduce(record: Run, options: Options, view: View, services: ServicesOf | 
     view.note(f"{arms.what}: {chosen.words}")
     with services(run, view) as do:
         try:
-            with failures(arms.stage):
+            with failures(run, arms.stage):
                 found.gates = _gates(run, do, arms)
                 if _passed(found.gates):
                     found.here = _time(run, do, arms, options.pairs)

@@ -107,7 +107,7 @@ class _Trial:
             return False
         arm = self.run.spec(smaller, f"smaller-{smaller[:12]}", "smaller")
         try:
-            with failures(Stage.ABLATE):
+            with failures(self.run, Stage.ABLATE):
                 good = self.judged(arm, smaller)
         except Stop as stop:
             good = False

@@ -192,7 +192,7 @@ if triton is not None:
         for peer in tl.static_range(RANKS):
             if peer != RANK:
                 there = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64))
-                tl.store(there + room + RANK * MOST, marked, mask=inside)
+                tl.store(there + room + RANK * MOST, marked, mask=inside, cache_modifier=".wt")
         low = tl.zeros((WORDS,), tl.float32)  # the first and the second number of each word
         high = tl.zeros((WORDS,), tl.float32)
         for peer in tl.static_range(RANKS):
