@@ -52,6 +52,17 @@ def _module(folder: Path) -> ModuleType:
     return module
 
 
+def test_reading_the_module_asks_nothing_of_cuda(tmp_path, monkeypatch) -> None:
+    """Ranks are forked from a process that has read it: one that has begun CUDA cannot have such children."""
+
+    def begun(*_: Any) -> None:
+        raise AssertionError("CUDA was begun")
+
+    for name in ("is_available", "device_count", "get_device_capability", "current_device", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, begun)
+    assert callable(_module(tmp_path).all_reduce)
+
+
 def _numbers(rank: int, call: int) -> torch.Tensor:
     return torch.randn(SIZES[call % len(SIZES)], generator=torch.Generator().manual_seed(100 * call + rank)).bfloat16()
 
