@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks import headline_cells as cells
 from benchmarks.headline_sitting import Sitting, check_gpus, digest_of, our_arms
 from benchmarks.headline_steps import bound, context, pairs, search, summary
+from optimizer.awake import awake
 from optimizer.traffic.prompts import PromptSource
 from optimizer.truth import weights
 from optimizer.vllm_server import PROGRAM, Common
@@ -91,9 +92,8 @@ def begin(options: argparse.Namespace, began: float) -> Sitting:
     return sitting
 
 
-def main(argv: list[str] | None = None) -> None:
-    began = time.monotonic()
-    options = options_of(argv)
+def sit(options: argparse.Namespace, began: float) -> None:
+    """The steps that were asked for, then the summary."""
     sitting = begin(options, began)
     steps = {"bound": bound, "search": search, "pairs": pairs, "context": context}
     wanted = [name.strip() for name in options.steps.split(",") if name.strip()]
@@ -103,6 +103,13 @@ def main(argv: list[str] | None = None) -> None:
         steps[name](sitting)
     for line in summary(sitting):
         print(line, flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    began = time.monotonic()
+    options = options_of(argv)
+    with awake(() if options.device == "cuda" else None):
+        sit(options, began)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer import fingerprint, vllm_server
+from optimizer.awake import awake
 from optimizer.capture import (
     PROFILED_TOKENS,
     NoReference,
@@ -98,7 +99,11 @@ class Taken:
 def capture(want: Wanted, out: Path) -> baselines.BaselineTrace:
     """Take it and enter it in `out/index.json`. Raises BaselineCaptureError, or BaselineError when the id is taken."""
     _check(want)
-    name = want.id or _id(want)
+    with awake(want.devices if want.device == "cuda" else None):
+        return _captured(want, out, want.id or _id(want))
+
+
+def _captured(want: Wanted, out: Path, name: str) -> baselines.BaselineTrace:
     try:
         known = [] if want.replace or not (out / "index.json").is_file() else [t.id for t in baselines.load_index(out, check=False)]
         if name in known:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optimizer import preflight, state
+from optimizer.awake import awake
 from optimizer.budget import Budget
 from optimizer.run import Run
 from optimizer.services import Capture, NoProposal, Question, Services, View
@@ -26,7 +27,7 @@ class WeightsChanged(Exception):
 
 @contextmanager
 def real(run: Run, view: View) -> Iterator[Services]:
-    """Services of a run; the oracle's process lives as long as this is open."""
+    """Services of a run; the oracle's process lives as long as this is open, and its GPUs stay up."""
     from optimizer.measure import PROTOCOLS, protocol_for
     from optimizer.patching import apply_edits
     from optimizer.traffic.prompts import PromptSource
@@ -45,7 +46,7 @@ def real(run: Run, view: View) -> Iterator[Services]:
     )
     prompts = PromptSource(bytes.fromhex(want.prompt_key), want.model_dir)
     oracle = Oracle(want.model_dir, want.device, engine_dtype=want.dtype)
-    with oracle:
+    with awake(want.devices if want.device == "cuda" else None), oracle:
         bands.settle(run, oracle, prompts, protocol, view)
         made = _Real(run, view, protocol, prompts, oracle)
         yield Services(

@@ -23,7 +23,8 @@ def test_engines_on_two_ranks_are_compared_with_one_held_up_and_replayed(repo, t
     held = [r for r in rows if "delays" in r]
     assert [r["same"] for r in held] == [r["streams"] for r in held] == [1, 8, 32] and sum(r["holds"] for r in held) > 0
     replayed = [r for r in rows if "replays" in r]
-    assert len(replayed) == len(gpu_ranks.BUCKETS) and {r["streams that differ"] for r in replayed} == {0}
+    assert len(replayed) == len(gpu_ranks.BUCKETS) and {r["other ways"] for r in replayed} == {0}
+    assert {r["wrong"] for r in rows} == {0} and max(r["largest gap"] for r in rows) < 0.01
     with pytest.raises(SystemExit, match="no step engine; there are: engines, delays, replays"):
         gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--steps", "engine"])
     with pytest.raises(SystemExit, match="no engine nobody; there are: one, one with all skills, plain"):
