@@ -35,7 +35,7 @@ class Late:
     rank: int
     wait_ns: float  # that its lateness costs the longest waiter, mean per step
     share: float  # of all waiting
-    doing: tuple[tuple[str, int], ...]  # what it did meanwhile: part -> nanoseconds, dearest first
+    doing: tuple[tuple[str, int], ...]  # what it did meanwhile: part -> nanoseconds a step, dearest first
     cause: str  # the dearest part, in words
     sites: tuple[str, ...] = ()  # operators or Python lines open most of that time
 
@@ -206,6 +206,8 @@ def _late(
     trace = traceset.traces[rank]
     doing = _doing(trace, mine, clock[rank])
     per_step = cost / max(len(windows[rank]), 1)
+    seen = sum(ns for _, ns in doing) or 1
+    doing = tuple((part, round(ns * per_step / seen)) for part, ns in doing)  # of its dearest waits: as shares of a step's
     cause = doing[0][0] if doing else "unknown"
     return Late(rank, per_step, cost / total, doing, _in_words(cause), _sites(trace, mine, clock[rank]))
 
@@ -237,7 +239,7 @@ def _doing(trace: Trace, waits: list[_Wait], clock: int) -> tuple[tuple[str, int
         else:
             continue
         sums.update(parts)
-    return tuple(sums.most_common(8))
+    return tuple(sums.most_common())
 
 
 def _sites(trace: Trace, waits: list[_Wait], clock: int) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """The device's side of a window: which work covers each instant, and why nothing does where nothing does.
 
-Every instant of a window goes to exactly one part, so parts sum to the wall by construction. Where work overlaps,
-computation and copies come before communication (so communication is what is *exposed*), and work of known origin
-before work of none. Not for: the host's side (host), averages (attribute).
+Every instant of a window goes to exactly one part, so parts sum to the wall by construction. Where work of several streams
+overlaps, computation and copies come before communication (so communication is what is *exposed*), and work of known origin
+before work of none. On one stream, what began first comes first: a kernel that begins before the one in front of it has ended
+was launched early (programmatic dependent launch) and waits for it. Not for: the host's side (host), averages (attribute).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Lanes:
 
     rows: Ints
     start: Ints
+    begin: Ints  # start, or where later the end of what came before it on its stream
     end: Ints
     reach: Ints  # running maximum of end
     cls: npt.NDArray[np.int32]  # index into classes
@@ -74,8 +76,18 @@ def lanes(trace: Trace) -> Lanes:
         known = (tied.launch >= 0) | (tied.op >= 0) | (not any_call)
         reach = np.maximum.accumulate(end) if len(end) else end
         comm = cls == number.get("communication", -1)
-        trace.cache["lanes"] = Lanes(rows, events.ts_ns[rows], end, reach, cls, classes, comm, known, tied)
+        start = events.ts_ns[rows]
+        trace.cache["lanes"] = Lanes(rows, start, _begin(start, end, events.track[rows]), end, reach, cls, classes, comm, known, tied)
     return trace.cache["lanes"]
+
+
+def _begin(start: Ints, end: Ints, stream: Ints) -> Ints:
+    """First come, first served on each stream."""
+    begin = start.copy()
+    for one in np.unique(stream):
+        mine = np.flatnonzero(stream == one)
+        begin[mine] = first_come(start[mine], end[mine])[0]
+    return begin
 
 
 @dataclass(slots=True)
@@ -93,7 +105,8 @@ def account(trace: Trace, start: int, end: int, host: HostSide, wait: Collective
     lo, hi = int(np.searchsorted(lane.reach, start, side="right")), int(np.searchsorted(lane.start, end, side="left"))
     sel = np.arange(lo, max(hi, lo))
     sel = sel[lane.end[sel] > start]
-    s, e = np.maximum(lane.start[sel], start), np.minimum(lane.end[sel], end)
+    sel = sel[np.argsort(lane.begin[sel], kind="stable")]
+    s, e = np.clip(lane.begin[sel], start, end), np.minimum(lane.end[sel], end)
     parts: dict[str, int] = {}
     covered = EMPTY
     for comm, known in ((False, True), (True, True), (False, False), (True, False)):

@@ -84,6 +84,18 @@ def test_pdl_overlap_counts_once_in_parts_and_in_full_in_kernel_time(tmp_path):
     assert account.gpu_ns == {"gemm": 20_000, "norm": 10_000}
 
 
+@pytest.mark.parametrize(("stream", "comm", "norm"), [(7, 40_000, 15_000), (9, 5_000, 50_000)])
+def test_a_kernel_launched_early_behind_a_collective_waits_for_it_and_another_streams_hides_it(tmp_path, stream, comm, norm):
+    build = Build().mark("ProfilerStep#0", 0, 100_000)
+    build.launch("one_shot_all_reduce", 0, 10_000, 40_000, 1)
+    build.launch("fused_add_rms_norm", 6_000, 15_000, 50_000, 2, stream=stream)
+    build.launch("silu_and_mul", 12_000, 66_000, 4_000, 3)
+    account = _account(tmp_path, build)
+    parts = account.parts
+    assert (parts["comm.unsplit"], parts["gpu.norm"], parts["gpu.activation"]) == (comm, norm, 4_000)
+    assert account.gpu_ns == {"communication": 40_000, "norm": 50_000, "activation": 4_000}
+
+
 def test_idle_is_split_by_its_cause(tmp_path):
     """One gap of each kind, with the length that it was built with."""
     build = Build().mark("ProfilerStep#0", 0, 400_000)
