@@ -81,7 +81,7 @@ def lanes(trace: Trace) -> Lanes:
     return trace.cache["lanes"]
 
 
-def _begin(start: Ints, end: Ints, stream: Ints) -> Ints:
+def _begin(start: Ints, end: Ints, stream: npt.NDArray[np.int32]) -> Ints:
     """First come, first served on each stream."""
     begin = start.copy()
     for one in np.unique(stream):

@@ -132,6 +132,16 @@ def test_late_rank_is_named_with_its_cause_and_waiting_is_not_transfer(tp2: Path
     assert named["straggler-rank"].bound_us is None  # the same time, counted once
 
 
+def test_a_librarys_collectives_in_a_graph_bound_what_replacing_them_brought(repo: Path):
+    """Two engines that differ in their all-reduce alone; the library's kernels cannot be launched early."""
+    traces = repo / "reports/gallery/h200-tp2/traces"
+    library, own = (api.analyse(api.load([traces / name / f"rank{r}.json.gz" for r in (0, 1)], name)) for name in ("nccl", "symmetric-memory"))
+    brought = (library.breakdown.wall_ns - own.breakdown.wall_ns) / 1000
+    found = by_rule(api.find(library))["slow-transfer"]
+    assert found.bound_us is not None and 0.8 * found.bound_us <= brought <= found.bound_us
+    assert by_rule(api.find(own))["slow-transfer"].status is Status.NOT_FOUND
+
+
 def test_one_rank_of_two_cannot_be_split_into_waiting_and_transfer(tp2: Path):
     single = api.analyse(api.load(tp2 / "vllm_tp2_eager_custom_rank0.json.gz", "half"))
     wait = by_rule(api.find(single))["comm-wait"]
