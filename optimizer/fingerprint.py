@@ -28,7 +28,6 @@ def fingerprint(device: str, sandbox_level: str, gpu_devices: tuple[int, ...] = 
         "machine": platform.machine(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)),
         "python": platform.python_version(),
         "versions": versions(),
         "sandbox": sandbox_level,
@@ -38,7 +37,7 @@ def fingerprint(device: str, sandbox_level: str, gpu_devices: tuple[int, ...] = 
     return {
         **stable,
         "hash": hashlib.sha256(canonical(stable)).hexdigest()[:16],
-        "now": {"load": list(os.getloadavg()), "memory_free_bytes": _free_memory()},
+        "now": {"load": list(os.getloadavg()), "memory_bytes": _memory(), "memory_free_bytes": _free_memory()},
     }
 
 
@@ -69,6 +68,11 @@ def gpus(devices: tuple[int, ...] = ()) -> list[dict[str, str]]:
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 3]
     keys = ("index", "name", "driver", "memory")
     return [dict(zip(keys, row, strict=True)) for row in rows if not devices or int(row[0]) in devices]
+
+
+def _memory() -> int:
+    """Of the machine; a virtual one may be given more while it runs, so this is no stable fact."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cpu_model() -> str:
