@@ -81,6 +81,13 @@ def lanes(trace: Trace) -> Lanes:
     return trace.cache["lanes"]
 
 
+def alone_ns(trace: Trace, rows: Ints) -> Ints:
+    """Time of device rows for themselves: what a kernel waits for the one in front of it on its stream is not in it."""
+    lane = lanes(trace)
+    at = np.searchsorted(lane.rows, rows)
+    return (lane.end - lane.begin)[at]
+
+
 def _begin(start: Ints, end: Ints, stream: npt.NDArray[np.int32]) -> Ints:
     """First come, first served on each stream."""
     begin = start.copy()

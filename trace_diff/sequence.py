@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trace_diff import classify, hosttree
+from trace_diff import classify, device, hosttree
 from trace_diff.ingest import Trace
 from trace_diff.types import Kind, Step
 
@@ -33,7 +33,7 @@ class Sequence:
     names: tuple[str, ...]
     classes: tuple[str, ...]  # kernel_class or op_class of each name
     rows: npt.NDArray[np.int64]  # indices into Trace.events, of the representative step
-    dur_ns: npt.NDArray[np.float64]  # mean duration
+    dur_ns: npt.NDArray[np.float64]  # mean duration; on a GPU without the wait for what is in front on the stream
     gap_ns: npt.NDArray[np.float64]  # mean time from the end of everything before it to its start
     streams: npt.NDArray[np.int64]  # -1 on a CPU
     step: int  # index (Step.index) of the representative step
@@ -60,7 +60,8 @@ def extract(trace: Trace, steps: Seq[Step]) -> Sequence | None:
     keys = [e.name[rows].tobytes() for rows in per_step]
     key = Counter(k for k in keys if k).most_common(1)[0][0]
     chosen = [i for i, k in enumerate(keys) if k == key]
-    stack = np.stack([e.dur_ns[per_step[i]] for i in chosen]).astype(np.float64)
+    spent = [device.alone_ns(trace, rows) if gpu else e.dur_ns[rows] for rows in per_step]
+    stack = np.stack([spent[i] for i in chosen]).astype(np.float64)
     gaps = np.stack([_gaps(trace, steps[i], per_step[i]) for i in chosen])
     walls = [steps[i].wall_ns for i in chosen]
     middle = chosen[int(np.argsort(walls)[len(chosen) // 2])]
@@ -79,7 +80,7 @@ def extract(trace: Trace, steps: Seq[Step]) -> Sequence | None:
         step=steps[middle].index,
         used=len(chosen),
         total=len(steps),
-        total_ns=float(np.mean([e.dur_ns[r].sum() for r in per_step])),
+        total_ns=float(np.mean([ns.sum() for ns in spent])),
     )
 
 

@@ -16,6 +16,7 @@ from trace_diff.ingest import gather, load
 from trace_diff.intervals import Spans, cover, first_come, gaps, intersect, minus, union
 from trace_diff.links import links
 from trace_diff.nesting import nesting
+from trace_diff.sequence import extract
 from trace_diff.types import Kind
 from trace_diff.windows import steps
 
@@ -94,6 +95,14 @@ def test_a_kernel_launched_early_behind_a_collective_waits_for_it_and_another_st
     parts = account.parts
     assert (parts["comm.unsplit"], parts["gpu.norm"], parts["gpu.activation"]) == (comm, norm, 4_000)
     assert account.gpu_ns == {"communication": 40_000, "norm": 50_000, "activation": 4_000}
+
+
+def test_work_of_the_typical_step_is_timed_without_its_wait_for_what_is_in_front(tmp_path):
+    build = Build().mark("ProfilerStep#0", 0, 100_000)
+    build.launch("gemm", 1_000, 10_000, 20_000, 1).launch("rms_norm", 7_000, 15_000, 20_000, 2).launch("silu", 13_000, 36_000, 4_000, 3)
+    trace = _trace(tmp_path, build)
+    found = extract(trace, steps(trace))
+    assert found is not None and found.dur_ns.tolist() == [20_000, 5_000, 4_000] and found.share == 1.0
 
 
 def test_idle_is_split_by_its_cause(tmp_path):
