@@ -109,8 +109,8 @@ def delayed(server: Server, prompts: PromptSource, oracle: Oracle) -> Iterator[d
 
 
 def replayed(server: Server, prompts: PromptSource, oracle: Oracle, replays: int) -> Iterator[dict[str, Any]]:
-    """The same prompts again and again in every bucket, until so many decode steps have run."""
-    new = 101
+    """The same prompts again and again in every bucket, twice at least, until so many decode steps have run."""
+    new = 1 + min(100, max(2, replays // len(BUCKETS) // 2))
     for batch in BUCKETS:
         first, steps, other, began = served(server, prompts, f"replays/{batch}", batch, new), new - 1, {}, time.monotonic()
         while steps < replays / len(BUCKETS):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trace_diff import classify
+from trace_diff import classify, device
 from trace_diff.ingest.columns import CollectiveArgs
 from trace_diff.ingest.trace import Trace
 from trace_diff.nesting import nesting
@@ -19,7 +19,10 @@ SYNCHRONISING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective on one rank. Times are absolute nanoseconds of the rank's own clock."""
+    """One collective on one rank. Times are absolute nanoseconds of the rank's own clock.
+
+    A kernel that was launched early has arrived when what is in front of it on its stream has ended.
+    """
 
     row: int
     backend: str
@@ -50,12 +53,12 @@ def _device(trace: Trace) -> list[Call]:
     kernels = kernels[wanted[trace.events.name[kernels]]]
     amd = is_rocm(trace)
     out = []
-    for row in kernels.tolist():
+    for row, alone in zip(kernels.tolist(), device.alone_ns(trace, kernels).tolist(), strict=True):
         pair = classify.collective(trace.name(row))
         assert pair is not None
         told = trace.collectives.get(int(trace.events.args_at[row]), _NOTHING)
         backend = "rccl" if pair[0] == "nccl" and amd else pair[0]
-        out.append(_call(trace, row, backend, _named(told.operation) or pair[1], told))
+        out.append(_call(trace, row, backend, _named(told.operation) or pair[1], told, alone))
     return out
 
 
@@ -86,21 +89,21 @@ def _host(trace: Trace) -> list[Call]:
         assert pair is not None
         if pair[1] == "other":
             continue
-        out.append(_call(trace, row, pair[0], pair[1], _NOTHING))
+        out.append(_call(trace, row, pair[0], pair[1], _NOTHING, int(trace.events.dur_ns[row])))
     return out
 
 
 _NOTHING = CollectiveArgs(None, None, None, None)
 
 
-def _call(trace: Trace, row: int, backend: str, operation: str, told: CollectiveArgs) -> Call:
-    start = trace.base_ns + int(trace.events.ts_ns[row])
+def _call(trace: Trace, row: int, backend: str, operation: str, told: CollectiveArgs, lasted: int) -> Call:
+    end = trace.base_ns + int(trace.events.ts_ns[row]) + int(trace.events.dur_ns[row])
     return Call(
         row=row,
         backend=backend,
         operation=operation,
-        start=start,
-        end=start + int(trace.events.dur_ns[row]),
+        start=end - lasted,
+        end=end,
         group=str(told.group) if told.group is not None else None,
         seq=told.seq if isinstance(told.seq, int) else None,
         size=told.size if isinstance(told.size, int) else None,
