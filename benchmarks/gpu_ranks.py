@@ -101,9 +101,9 @@ def others(first: list[Stream], again: list[Stream]) -> list[Stream]:
 def delayed(server: Server, prompts: PromptSource, oracle: Oracle) -> Iterator[dict[str, Any]]:
     """Batches while ranks are stopped and let go at random."""
     for batch in (1, 8, 32):
-        first = served(server, prompts, f"delays/{batch}", batch, 40)
+        first = served(server, prompts, f"delays/{batch}", batch, 20)
         with held_ranks(server) as held:
-            again = served(server, prompts, f"delays/{batch}", batch, 40)
+            again = served(server, prompts, f"delays/{batch}", batch, 20)
         other = others(first, again)
         yield {"delays": f"batch {batch}", "holds": held[0], "streams": batch, "same": batch - len(other), **truth(oracle, first + other)}
 
