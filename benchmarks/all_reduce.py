@@ -165,6 +165,8 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     device, dtype = (torch.device("cuda", rank), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
     if gpu:
         torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # as the ranks of an engine: they share the cores
     store = dist.FileStore(f"{folder}/meeting", options.ranks)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=options.ranks)
     sizes = [kib * 1024 // dtype.itemsize for kib in options.kib]
