@@ -22,6 +22,7 @@ from benchmarks import headline_cells as cells
 from benchmarks.headline_sitting import Sitting, check_gpus, digest_of, our_arms
 from benchmarks.headline_steps import bound, context, pairs, search, summary
 from optimizer.awake import awake
+from optimizer.run import load
 from optimizer.traffic.prompts import PromptSource
 from optimizer.truth import weights
 from optimizer.vllm_server import PROGRAM, Common
@@ -35,7 +36,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("out", type=Path)
     add("--place", type=Path, required=True, help="folder on a disk with 40 GB; results and compiled code stay there")
-    add("--model", type=Path, default=None, help="Hugging Face folder; with config.json alone, or left out (Qwen3-8B), random weights are written")
+    add("--model", type=Path, default=None, help="Hugging Face folder; with config.json alone random weights are written; left out: those of the run, or random ones of Qwen3-8B's shape")
     add("--ours", type=Path, default=REPO / "engine", help="folder with a target.toml, or a run: its last accepted engine")
     add("--ours-args", default=None, help="for our engine: '--num-kv-blocks 4096'; those of the run if left out")
     add("--seconds", type=float, default=540.0, help="stop after so long")
@@ -61,7 +62,11 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
 
 
 def model_of(options: argparse.Namespace) -> Path:
-    """The model with its weights: the folder that was given, or random ones of its dimensions in the place."""
+    """The model with its weights: the folder that was given, those of the run, or random ones of its dimensions in the place."""
+    if options.model is None and (options.ours / "run.json").is_file():
+        used = load(options.ours).request.model_dir
+        if list(used.glob("*.safetensors")):
+            return used.resolve()
     if options.model is not None and list(options.model.glob("*.safetensors")):
         return options.model.resolve()
     if options.model is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SMALL = 0.004  # rows below this share of every engine's wall are summed into one
 KINDS = {
     "wall": ("Where the step's wall time goes", "Parts sum to the wall time of the rank that sets the pace."),
-    "gpu": ("GPU work by category", "Summed kernel time per step; overlaps with the table above."),
+    "gpu": ("GPU work by category", "Summed kernel time per step, with the wait of kernels that were launched early; overlaps with the table above."),
     "cpu": ("Host time by category", "Self time of the step thread per step; overlaps with the first table."),
 }
 _COUNT_ORDER = ("kernel_launches", "graph_launches", "host_reads", "d2h_copies", "h2d_copies", "allocations", "collectives")  # fmt: skip

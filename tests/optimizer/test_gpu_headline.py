@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from loop_fakes import new_run
 
 from benchmarks import gpu_headline, headline_sitting, headline_steps
 from benchmarks import headline_cells as cells
@@ -104,6 +105,13 @@ def test_our_engine_on_two_ranks_takes_its_turns(repo, folders, monkeypatch):
     (checked,) = kind(record, "fairness")
     assert (checked["ours"]["tp"], checked["ours"]["all_reduce_backend"]) == (2, "gloo")
     assert len(kind(record, "pair")) == 1 and len(checked["against"]) == 1 and "not the same model" in checked["against"][0]
+
+
+def test_a_run_is_compared_on_its_own_weights(tmp_path):
+    run = new_run(tmp_path / "run")
+    asked = [str(tmp_path / "out"), "--place", str(tmp_path / "place"), "--ours", str(run.dir)]
+    run.ledger.close()
+    assert gpu_headline.model_of(gpu_headline.options_of(asked)) == run.request.model_dir.resolve()
 
 
 def test_a_second_command_goes_on_where_the_first_stopped(repo, folders):
