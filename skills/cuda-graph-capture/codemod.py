@@ -145,7 +145,8 @@ the caller computes them operator by operator.
 LEAST_PAGES = 64  # width of the page tables; it doubles when a sequence needs more
 ''',
         '''BUCKETS = (1, 2, 4, 8, 16, 24, 32)  # sequences of a decode step; a step with prompts holds 32 at most, too
-PROMPTS = (16, 64, 128, 256, 512)  # tokens of a step in which prompts begin
+PROMPTS = (16, 64, 128, 256, 512, 1024)  # tokens of a step in which prompts begin
+ALONE = 512  # the most on one GPU: there arithmetic sets the pace of more, not the host
 LEAST_PAGES = 64  # width of the page tables; of decode graphs it doubles when a sequence needs more
 ''',
     ),
@@ -202,6 +203,7 @@ LEAST_PAGES = 64  # width of the page tables; of decode graphs it doubles when a
 ''',
         '''        self.steps: dict[tuple[int, int], _Step] = {}
         self.prompts: dict[int, _Step] = {}
+        self.sizes = [size for size in PROMPTS if size <= ALONE or runner.tp.size > 1]
 ''',
     ),
     (
@@ -217,9 +219,9 @@ LEAST_PAGES = 64  # width of the page tables; of decode graphs it doubles when a
         pages = max(len(item.block_table) for item in items)
         if plan.context:
             tokens = len(plan.generation) + sum(len(prompt.token_ids) for prompt in plan.context)
-            if tokens > PROMPTS[-1] or pages > LEAST_PAGES:
+            if tokens > self.sizes[-1] or pages > LEAST_PAGES:
                 return None
-            return self.for_prompts(plan)[next(size for size in PROMPTS if size >= tokens)]
+            return self.for_prompts(plan)[next(size for size in self.sizes if size >= tokens)]
         size = next(bucket for bucket in BUCKETS if bucket >= len(items))
 ''',
     ),
@@ -231,7 +233,7 @@ LEAST_PAGES = 64  # width of the page tables; of decode graphs it doubles when a
         if not self.prompts:
             prompt = plan.context[0]
             first = replace(plan, context=[replace(prompt, token_ids=prompt.token_ids[:1])], generation=[])
-            for size in reversed(PROMPTS):
+            for size in reversed(self.sizes):
                 step = self.prompts[size] = _Step(size, LEAST_PAGES, self.runner.tp.device, prompts=True)
                 step.fill(first, self.runner.newest, self.runner.block_size)
                 self.capture(step, first)

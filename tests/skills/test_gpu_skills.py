@@ -261,12 +261,12 @@ def test_with_several_ranks_both_patches_come_as_one_series(engine_sources, act)
 
 
 def test_several_ranks_launch_ahead_alike(engine_sources, act, repo, tmp_path) -> None:
-    """Over HTTP at TP=2: greedy streams of several lengths, one that samples, and one that the client gives up."""
+    """Over HTTP at TP=2: greedy streams of several lengths, one longer than one GPU's graphs hold, one that samples, one given up."""
     patched = act(engine_sources, "cuda-graph-capture", "overlap-scheduling", "overlap-scheduling")
     patched["engine/decode_graphs.py"] += COMPUTED
     patched["engine/runner.py"] = patched["engine/runner.py"].replace(' if self.tp.device.type == "cuda" else None', "")
-    prompts = [[(7 * n + length) % 900 + 3 for n in range(length)] for length in (5, 30, 17, 40)]
-    work = [Request(p, new, ignore_eos=True) for p, new in zip(prompts, (40, 12, 30, 20), strict=True)]
+    prompts = [[(7 * n + length) % 900 + 3 for n in range(length)] for length in (5, 30, 17, 40, 600)]
+    work = [Request(p, new, ignore_eos=True) for p, new in zip(prompts, (40, 12, 30, 20, 8), strict=True)]
     found, logs = {}, {}
     for name, sources in (("plain", engine_sources), ("ahead", patched)):
         shutil.copytree(repo / "engine", tmp_path / name / "engine")
