@@ -9,8 +9,8 @@ For each: median and mean step at batch 1 and 32, streams that equal the one-GPU
 oracle, and from a trace of every rank how long its all-reduces wait and transfer. Then the last engine: `delays` holds ranks
 up at random (SIGSTOP) and `replays` decodes `--replays` steps over all batch buckets: in float32 both must give the tokens of
 the first time, in 16 bits what differs must be near ties (`wrong`: streams with a token that is none, by bands from the first
-engine's streams). One launch each, no
-interval: gains are the loop's to state. Microseconds of one all-reduce: `all_reduce.py`. Not for: accepting anything.
+engine's streams). One launch each, no interval: gains are the loop's to state. Microseconds of one all-reduce:
+`all_reduce.py`. Not for: accepting anything.
 """
 
 from __future__ import annotations
