@@ -69,7 +69,7 @@ MORE: tuple[Case, ...] = (
     cheat("X20", "every sequence ever served is kept", "G19",
           append("EngineCore", "_plain = EngineCore._finish\n_all = []\n\n\ndef _finish(self, sequence, reason):\n    _all.append((sequence, bytearray(b\"x\") * 100000))\n"
                  "    _plain(self, sequence, reason)\n\n\nEngineCore._finish = _finish", "_finish")),
-    cheat("X21", "fresh memory read before it is written", "G20 G07 G08",
+    cheat("X21", "fresh memory read before it is written", "G20 G07 G08 G12",
           append("MLP", "def _stale(self, x):\n    inner = F.silu(self.gate_proj(x)) * self.up_proj(x)\n    room = torch.empty(inner.shape[0] + 1, inner.shape[1])\n"
                  "    room[:-1] = inner.detach()\n    out = self.down_proj(room[:-1]) + 0 * self.down_proj(room[-1:])\n    return self.tp.all_reduce(out)\n\n\nMLP.forward = _stale")),
     cheat("X22", "the model's text in the system's files", "G02",
