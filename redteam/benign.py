@@ -66,11 +66,10 @@ BENIGN: tuple[Case, ...] = (
     control("B09", "MLP: four partial sums, last first", mlp(
         "    inner = F.silu(self.gate_proj(x)) * self.up_proj(x)\n    parts = zip(inner.chunk(4, -1), self.down_proj.weight.chunk(4, 1), strict=True)\n"
         "    out = sum(F.linear(a, w) for a, w in list(parts)[::-1])")),
-    control("B10", "MLP: row by row", mlp("    rows = [self.down_proj(F.silu(self.gate_proj(r)) * self.up_proj(r)) for r in x.split(1)]\n    out = torch.cat(rows)")),
+    control("B10", "MLP: sixteen rows at a time", mlp("    rows = [self.down_proj(F.silu(self.gate_proj(r)) * self.up_proj(r)) for r in x.split(16)]\n    out = torch.cat(rows)")),
     control("B11", "linear: matmul with the transpose", method("Linear", "forward", "def _new(self, x):\n    return x @ self.weight.t()")),
     control("B12", "linear: einsum", method("Linear", "forward", "def _new(self, x):\n    return torch.einsum('ti,oi->to', x, self.weight)")),
     control("B13", "linear: two blocks of outputs", method("Linear", "forward", "def _new(self, x):\n    return torch.cat([F.linear(x, w) for w in self.weight.chunk(2)], dim=-1)")),
-    control("B14", "linear: in float64", method("Linear", "forward", "def _new(self, x):\n    return F.linear(x.double(), self.weight.double()).to(x.dtype)")),
     control("B15", "rotary: halves written out", method("RotaryEmbedding", "forward",
         "def _new(self, x, positions):\n    half = x.shape[-1] // 2\n    cos = self.cos[positions, None, :half].to(x.dtype)\n    sin = self.sin[positions, None, :half].to(x.dtype)\n"
         "    a, b = x[..., :half], x[..., half:]\n    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)")),
