@@ -37,22 +37,9 @@ def send(lab: Lab, setup: Setup, name: str, into: Mixed, *, long: bool = False) 
     wanted = [(0.0, *_temperatures(lab, setup))[(0, 1, 0, 2)[i % 4]] for i in range(BATCH)]
     requests = [Request(p, NEW_TOKENS, temperature=t) for p, t in zip(prompts, wanted, strict=True)]
     if long:
-        requests.append(_long(lab, f"{name}-long"))
-    _take(requests, ask(server, requests, 120.0), into)
-
-
-def send_long(lab: Lab, setup: Setup, name: str, into: Mixed) -> None:
-    """A long prompt while nothing else runs: how much of it is computed at once depends on nobody."""
-    requests = [_long(lab, name)]
-    _take(requests, ask(lab.server(setup), requests, 120.0), into)
-
-
-def _long(lab: Lab, name: str) -> Request:
-    length = min(LONGEST, shapes.max_len(lab) - NEW_TOKENS)
-    return Request(lab.draw(f"mixed-{name}", 1, length)[0], NEW_TOKENS)
-
-
-def _take(requests: list[Request], got: list[Stream], into: Mixed) -> None:
+        length = min(LONGEST, shapes.max_len(lab) - NEW_TOKENS)
+        requests.append(Request(lab.draw(f"mixed-{name}-long", 1, length)[0], NEW_TOKENS))
+    got = ask(server, requests, 120.0)
     if wrong := next((w for s in got if (w := streams.account(s, NEW_TOKENS))), None):
         raise Failed(RejectReason.TOKEN_ACCOUNTING, wrong, "G11")
     for request, stream in zip(requests, got, strict=True):

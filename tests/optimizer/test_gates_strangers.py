@@ -145,28 +145,6 @@ def test_growth_in_jumps_is_no_leak_and_steady_growth_is(growth_mib, most_kib, w
     assert resources._flat("resources", seen, most_kib << 10, warm).passed is flat
 
 
-@pytest.mark.parametrize(
-    ("peaks", "passes"),
-    [([1000], True), ([1300, 1010], True), ([1300, 1290], False)],  # MiB of each launch of the candidate
-)
-def test_memory_that_only_one_launch_needed_is_not_the_candidates(monkeypatch, peaks, passes):
-    def census(peak_mib: int) -> dict[str, int]:
-        return {"rss_bytes": 900 << 20, "stored_bytes": 0, "peak_bytes": peak_mib << 20, "processes": 5, "threads": 20}
-
-    left = {"candidate": [census(peak) for peak in peaks[1:]], "incumbent": [census(1000)]}
-    lab: Any = SimpleNamespace(
-        on_gpu=False,
-        notes={"census": census(peaks[0])},
-        setup=lambda **changes: context.Setup(4, **changes),
-        server=lambda setup: SimpleNamespace(arm=setup.arm, census=dict),
-    )
-    monkeypatch.setattr(resources, "_two_parts", lambda lab, setup, server, got, before: [left[server.arm].pop(0)])
-    result = resources.against_incumbent(lab)
-    assert result.passed is passes
-    assert not any(left.values())
-    assert passes or "at the most" in result.detail
-
-
 @pytest.mark.parametrize(("looks", "idle"), [([0.0], 0.0), ([1.0, 0.6, 0.1], 0.1), ([1.0] * 30, 1.0)])
 def test_an_engine_that_still_has_something_to_do_is_looked_at_again(monkeypatch, looks, idle):
     left = list(looks)
