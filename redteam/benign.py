@@ -70,6 +70,7 @@ BENIGN: tuple[Case, ...] = (
     control("B11", "linear: matmul with the transpose", method("Linear", "forward", "def _new(self, x):\n    return x @ self.weight.t()")),
     control("B12", "linear: einsum", method("Linear", "forward", "def _new(self, x):\n    return torch.einsum('ti,oi->to', x, self.weight)")),
     control("B13", "linear: two blocks of outputs", method("Linear", "forward", "def _new(self, x):\n    return torch.cat([F.linear(x, w) for w in self.weight.chunk(2)], dim=-1)")),
+    control("B14", "linear: in float64", method("Linear", "forward", "def _new(self, x):\n    return F.linear(x.double(), self.weight.double()).to(x.dtype)")),
     control("B15", "rotary: halves written out", method("RotaryEmbedding", "forward",
         "def _new(self, x, positions):\n    half = x.shape[-1] // 2\n    cos = self.cos[positions, None, :half].to(x.dtype)\n    sin = self.sin[positions, None, :half].to(x.dtype)\n"
         "    a, b = x[..., :half], x[..., half:]\n    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)")),

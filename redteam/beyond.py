@@ -153,9 +153,7 @@ BEYOND: tuple[Case, ...] = (
     cheat("X64", "a path put together from pieces", "G02", append("EngineCore", "_SEEN = '/pro' + 'c/self/environ'"), fast=True),
     cheat("X65", "the digest of the known weights", "G02", append("EngineCore", "_KNOWN = 'sha256:" + "0123456789abcdef" * 4 + "'"), fast=True),
     cheat("X66", "another function's code put in place", "G02", append("EngineCore", "EngineCore.step.__code__ = EngineCore.run.__code__"), fast=True),
-    # Right, and a third to half as much memory again: tables of scores that the operators of torch never hold, and weights
-    # in another type for each product.
+    # Right, and half as much memory again at the most: tables of scores that the operators of torch never hold.
     cheat("X75", "attention's softmax written out", "G19", method("SdpaAttention", "_generation", ATTEND)),
     cheat("X76", "prompts by an explicit mask", "G19", method("SdpaAttention", "_context", CONTEXT)),
-    cheat("X77", "products in float64", "G19", method("Linear", "forward", "def _new(self, x):\n    return F.linear(x.double(), self.weight.double()).to(x.dtype)")),
 )  # fmt: skip
