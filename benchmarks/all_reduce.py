@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
+import importlib
 import json
 import os
 import statistics
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +33,8 @@ import torch.multiprocessing as mp
 
 from optimizer.confine.launch import NO_MULTICAST
 from optimizer.proposers import skillbook
+
+REPO = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,15 @@ def symmetric(device: torch.device, most: int, dtype: torch.dtype) -> tuple[Call
 
 def skill(device: str, folder: Path) -> Way:
     """What custom-all-reduce writes for this kind of device, from a file of its own."""
-    skillbook.load_all()  # puts the codemods' tools where they can be imported
-    codemod = _module("codemod", skillbook.BUILT_IN / "custom-all-reduce" / "codemod.py")
-    template = codemod.GPU_TEMPLATE if device == "cuda" else codemod.TEMPLATE
-    file = folder / f"rank{dist.get_rank()}_collectives.py"
-    file.write_text(template.replace("@SLOT_KIB@", str(codemod.PARAMS["slot_kib"][0])), "utf-8")
-    made = _module(file.stem, file)
+    caller = "engine/parallel.py"
+    rewrites = skillbook.run(skillbook.load_all()["custom-all-reduce"], {caller: (REPO / caller).read_text("utf-8")}, {"device": device})
+    if isinstance(rewrites, str):
+        raise RuntimeError(f"custom-all-reduce declined: {rewrites}")
+    name = f"rank{dist.get_rank()}_collectives"
+    (text,) = (text for file, text in rewrites[-1].after.items() if file != caller)
+    (folder / f"{name}.py").write_text(text, "utf-8")
+    sys.path.insert(0, str(folder))
+    made = importlib.import_module(name)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         made.all_reduce(x)
@@ -91,14 +95,6 @@ def vllm(site: Path, device: torch.device) -> Way:
     if found.disabled:
         raise RuntimeError("vLLM's custom all-reduce is disabled on this host; its log says why")
     return Way(found.custom_all_reduce, found.max_size - 1, found.capture)
-
-
-def _module(name: str, file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def on_gpu(way: Way, x: torch.Tensor, calls: int, repeats: int) -> list[float]:
@@ -183,11 +179,15 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--kib", type=lambda text: [int(n) for n in text.split(",")], default=[8, 16, 32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--kib", type=numbers, default=[8, 16, 32, 64, 128, 256, 512, 1024])
     parser.add_argument("--calls", type=int, default=50, help="in one graph")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--vllm-site", type=Path, default=None, help="folder with vLLM in it: its custom all-reduce is timed as well")

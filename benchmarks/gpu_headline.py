@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from benchmarks import headline_cells as cells
-from benchmarks.headline_sitting import Sitting, check_gpus, digest_of, our_arms
+from benchmarks.headline_sitting import Sitting, check_gpus, digest_of, gpus_of, our_arms
 from benchmarks.headline_steps import bound, context, pairs, search, summary
 from optimizer.awake import awake
 from optimizer.run import load
@@ -113,7 +113,8 @@ def sit(options: argparse.Namespace, began: float) -> None:
 def main(argv: list[str] | None = None) -> None:
     began = time.monotonic()
     options = options_of(argv)
-    with awake(() if options.device == "cuda" else None):
+    used = [first for first in (options.gpu, options.vllm_gpu) if first is not None]
+    with awake([gpu for first in used for gpu in gpus_of(options, first)] if options.device == "cuda" else None):
         sit(options, began)
 
 

@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := sorted(set(names) - found.keys()):
         sys.exit(f"no engine {', '.join(unknown)}; there are: {', '.join(found)}")
     gpu = options.device == "cuda"
-    with awake(() if gpu else None), Oracle(model, options.device, engine_dtype="bfloat16" if gpu else "float32") as oracle:
+    with awake(range(options.tp) if gpu else None), Oracle(model, options.device, engine_dtype="bfloat16" if gpu else "float32") as oracle:
         look(found, names, steps, oracle, options)
 
 

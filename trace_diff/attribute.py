@@ -101,11 +101,7 @@ def _in_helpers(trace: Trace, step: Step, track: int) -> int:
 def _kernel_time(trace: Trace, step: Step) -> dict[str, int]:
     """Summed duration of the step's own device rows by class, overlaps counted in full."""
     lane = device.lanes(trace)
-    if len(lane.rows) == 0:
-        return {}
-    at = np.searchsorted(lane.rows, step.rows)
-    hit = (at < len(lane.rows)) & (lane.rows[np.minimum(at, len(lane.rows) - 1)] == step.rows)
-    at = at[hit]
+    at = lane.of(step.rows)
     sums = np.zeros(len(lane.classes), np.int64)
     np.add.at(sums, lane.cls[at], lane.end[at] - lane.start[at])
     return {lane.classes[k]: int(sums[k]) for k in np.flatnonzero(sums).tolist()}

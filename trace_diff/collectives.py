@@ -204,10 +204,8 @@ def _late(
         return None
     mine = sorted((w for w in used if w.late == rank), key=lambda w: -w.cost)[:_LOOKED_AT]
     trace = traceset.traces[rank]
-    doing = _doing(trace, mine, clock[rank])
     per_step = cost / max(len(windows[rank]), 1)
-    seen = sum(ns for _, ns in doing) or 1
-    doing = tuple((part, round(ns * per_step / seen)) for part, ns in doing)  # of its dearest waits: as shares of a step's
+    doing = _doing(trace, mine, clock[rank], per_step)
     cause = doing[0][0] if doing else "unknown"
     return Late(rank, per_step, cost / total, doing, _in_words(cause), _sites(trace, mine, clock[rank]))
 
@@ -223,8 +221,8 @@ def _inside(waits: list[_Wait], traceset: TraceSet, windows: dict[int, list[Step
     return [w for w in waits if all(inside[r][c.row] for r, c in w.group.calls.items())]
 
 
-def _doing(trace: Trace, waits: list[_Wait], clock: int) -> tuple[tuple[str, int], ...]:
-    """What the late rank did between the first arrival of its peers and its own."""
+def _doing(trace: Trace, waits: list[_Wait], clock: int, per_step: float) -> tuple[tuple[str, int], ...]:
+    """What the late rank did between the first arrival of its peers and its own, as shares of `per_step`: dearest first."""
     sums: Counter[str] = Counter()
     found = marks(trace)
     on_device = len(trace.rows(*WORK_KINDS)) > 0 and trace.events.kind[waits[0].group.calls[trace.rank].row] == Kind.KERNEL
@@ -239,7 +237,8 @@ def _doing(trace: Trace, waits: list[_Wait], clock: int) -> tuple[tuple[str, int
         else:
             continue
         sums.update(parts)
-    return tuple(sums.most_common())
+    scale = per_step / (sums.total() or 1)
+    return tuple((part, round(ns * scale)) for part, ns in sums.most_common(8))
 
 
 def _sites(trace: Trace, waits: list[_Wait], clock: int) -> tuple[str, ...]:

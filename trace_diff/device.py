@@ -56,6 +56,13 @@ class Lanes:
     known: npt.NDArray[np.bool_]  # its launch (or op) is in the file, or the file has no launches at all
     tied: Links
 
+    def of(self, rows: Ints) -> Ints:
+        """Where those of these rows stand that are device work, in their order."""
+        if len(self.rows) == 0:
+            return self.rows
+        at = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        return at[self.rows[at] == rows]
+
 
 def lanes(trace: Trace) -> Lanes:
     """Device work of `trace`, computed once."""
@@ -84,8 +91,8 @@ def lanes(trace: Trace) -> Lanes:
 def alone_ns(trace: Trace, rows: Ints) -> Ints:
     """Time of device rows for themselves: what a kernel waits for the one in front of it on its stream is not in it."""
     lane = lanes(trace)
-    at = np.searchsorted(lane.rows, rows)
-    return (lane.end - lane.begin)[at]
+    at = lane.of(rows)
+    return lane.end[at] - lane.begin[at]
 
 
 def _begin(start: Ints, end: Ints, stream: npt.NDArray[np.int32]) -> Ints:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import multiprocessing
 import os
 import random
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -15,30 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimizer.proposers import skillbook
-
 SHAPES = [(1, 64), (7,), (3, 5, 2), (1, 1024)]
 
 
 @pytest.fixture(scope="module")
-def module_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def module_file(engine_sources: dict[str, str], act: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The generated module on disk, with slots of 16 KiB so that large tensors fall back."""
-    spec = importlib.util.spec_from_file_location("under_test", skillbook.BUILT_IN / "custom-all-reduce/codemod.py")
-    assert spec is not None and spec.loader is not None
-    skillbook.load_all()  # puts the codemods' tools where they can be imported
-    codemod = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(codemod)
     file = tmp_path_factory.mktemp("shm") / "shm_collectives.py"
-    file.write_text(codemod.TEMPLATE.replace("@SLOT_KIB@", "16"))
+    file.write_text(act(engine_sources, "custom-all-reduce", params={"slot_kib": 16})["engine/shm_collectives.py"])
     return file
 
 
 def _load(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("shm_collectives", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(file.parent))
+    return importlib.import_module(file.stem)
 
 
 def _rank(rank: int, size: int, store: str, file: Path, work: Any, results: Any) -> None:

@@ -6,7 +6,6 @@ The kernel runs in Triton's interpreter, ranks as processes over shared memory, 
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -36,23 +35,21 @@ def test_the_patch_is_small_and_passes_the_source_check(engine_sources, skills) 
     assert f"def {kernel}(" in changed["engine/symm_collectives.py"]
 
 
-def _module(folder: Path) -> ModuleType:
-    """What the skill writes, with inboxes of 8 KiB."""
-    spec = importlib.util.spec_from_file_location("codemod", skillbook.BUILT_IN / "custom-all-reduce/codemod.py")
-    assert spec is not None and spec.loader is not None
-    skillbook.load_all()  # puts the codemods' tools where they can be imported
-    codemod = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(codemod)
-    file = folder / f"symm_collectives_{os.getpid()}.py"
-    file.write_text(codemod.GPU_TEMPLATE.replace("@SLOT_KIB@", "16"))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def file(engine_sources: dict[str, str], act: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The generated module on disk, with inboxes of 8 KiB; not read yet."""
+    monkeypatch.delitem(sys.modules, "symm_collectives", raising=False)
+    path = tmp_path / "symm_collectives.py"
+    path.write_text(act(engine_sources, "custom-all-reduce", device="cuda", params={"slot_kib": 16})["engine/symm_collectives.py"])
+    return path
 
 
-def test_reading_the_module_asks_nothing_of_cuda(tmp_path, monkeypatch) -> None:
+def _load(file: Path) -> ModuleType:
+    sys.path.insert(0, str(file.parent))
+    return importlib.import_module(file.stem)
+
+
+def test_reading_the_module_asks_nothing_of_cuda(file, monkeypatch) -> None:
     """Ranks are forked from a process that has read it: one that has begun CUDA cannot have such children."""
 
     def begun(*_: Any) -> None:
@@ -60,15 +57,15 @@ def test_reading_the_module_asks_nothing_of_cuda(tmp_path, monkeypatch) -> None:
 
     for name in ("is_available", "device_count", "get_device_capability", "current_device", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, begun)
-    assert callable(_module(tmp_path).all_reduce)
+    assert callable(_load(file).all_reduce)
 
 
 def _numbers(rank: int, call: int) -> torch.Tensor:
     return torch.randn(SIZES[call % len(SIZES)], generator=torch.Generator().manual_seed(100 * call + rank)).bfloat16()
 
 
-def _rank(rank: int, inboxes: torch.Tensor, folder: Path, results: Any) -> None:
-    module, size = _module(folder), len(inboxes)
+def _rank(rank: int, inboxes: torch.Tensor, file: Path, results: Any) -> None:
+    module, size = _load(file), len(inboxes)
     words_most = module.MAX_BYTES // 4
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64)
     turns = torch.zeros(words_most // module.WORDS, dtype=torch.int32)
@@ -84,15 +81,15 @@ def _rank(rank: int, inboxes: torch.Tensor, folder: Path, results: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_gets_the_sum_in_rank_order(size, tmp_path, monkeypatch) -> None:
+def test_every_rank_gets_the_sum_in_rank_order(size, file, monkeypatch) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed: the kernel cannot be interpreted")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: ranks are fresh processes
-    words = _module(tmp_path).MAX_BYTES // 4
+    words = _load(file).MAX_BYTES // 4
     inboxes = torch.zeros(size, 2 * size * words, dtype=torch.int64).share_memory_()
     context = mp.get_context("spawn")
     results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, inboxes, tmp_path, results)) for rank in range(size)]
+    ranks = [context.Process(target=_rank, args=(rank, inboxes, file, results)) for rank in range(size)]
     for process in ranks:
         process.start()
     found = dict(results.get(timeout=120) for _ in ranks)

@@ -63,7 +63,8 @@ def _beside(context: Context) -> tuple[float, float]:
     lane = device.lanes(context.trace)
     idle = recorded = 0
     for step in context.steps:
-        at = np.flatnonzero(np.isin(lane.rows, step.rows) & lane.tied.in_graph)
+        at = lane.of(step.rows)
+        at = at[lane.tied.in_graph[at]]
         gap = lane.start[at][1:] - np.maximum.accumulate(lane.end[at])[:-1]
         near = lane.is_comm[at][1:] | lane.is_comm[at][:-1]
         idle += int(gap[near & (gap > 0) & (gap <= device.GRAPH_GAP_NS)].sum())
