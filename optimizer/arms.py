@@ -97,8 +97,8 @@ def in_turn(specs: Mapping[str, LaunchSpec], order: str, bench: Bench, work: Cal
         for name in order:
             with _blamed(name), bench.launch(specs[name]) as server:
                 sent = work()
-                warm_s = _warm(server, sent, generator, bench)
-                arms[name] = _time(server, sent, specs[name], generator, bench, warm_s)
+                warm_s = _warm(server, generator, sent, bench)
+                arms[name] = _time(server, generator, sent, specs[name], bench, warm_s)
     return arms
 
 
@@ -111,29 +111,31 @@ def together(specs: Mapping[str, LaunchSpec], order: str, bench: Bench, work: Ca
             running = {name: pool.submit(act, name) for name in order}
             return {name: future.result() for name, future in running.items()}
 
-        def up(name: str) -> Any:
+        def up(name: str) -> tuple[Any, Any]:
+            generator = held[name].enter_context(bench.generator())  # comes up meanwhile
             with _blamed(name):
-                return held[name].enter_context(bench.launch(specs[name]))
+                return held[name].enter_context(bench.launch(specs[name])), generator
 
-        def warm(name: str) -> tuple[Any, float]:
-            generator = held[name].enter_context(bench.generator())
+        def warm(name: str) -> float:
+            server, generator = ready[name]
             with _blamed(name):
-                return generator, _warm(servers[name], sent, generator, bench)
+                return _warm(server, generator, sent, bench)
 
         try:
-            servers = each(up)
+            ready = each(up)
             sent = work()
-            warmed = each(warm)
+            warm_s = each(warm)
             arms = {}
             for name in order:
+                server, generator = ready[name]
                 with _blamed(name):
-                    arms[name] = _time(servers[name], sent, specs[name], warmed[name][0], bench, warmed[name][1])
+                    arms[name] = _time(server, generator, sent, specs[name], bench, warm_s[name])
             return arms
         finally:
             each(lambda name: held[name].close())
 
 
-def _warm(server: Any, work: Work, generator: Any, bench: Bench) -> float:
+def _warm(server: Any, generator: Any, work: Work, bench: Bench) -> float:
     """A fixed count of requests, every shape once; seconds it took."""
     began = bench.clock()
     for job in work.warm_up:
@@ -141,7 +143,7 @@ def _warm(server: Any, work: Work, generator: Any, bench: Bench) -> float:
     return bench.clock() - began
 
 
-def _time(server: Any, work: Work, spec: LaunchSpec, generator: Any, bench: Bench, warm_s: float) -> Arm:
+def _time(server: Any, generator: Any, work: Work, spec: LaunchSpec, bench: Bench, warm_s: float) -> Arm:
     memory = [_memory(server, spec)]
     pids = [*server.processes(), *generator.pids]
     before = bench.snapshot(pids, spec.devices)

@@ -69,9 +69,10 @@ def _named(stage: str) -> Iterator[None]:
 
 def gates(run: Run, do: Services, candidate: Candidate, stage: str) -> None:
     """Run a gate stage on every member of the series. Raises Stop at the first that fails or is parked."""
-    for at, member in enumerate(candidate.members):
-        attempt = _attempt(run, candidate.number)
-        if not attempt.gates_passed(stage, at):
+    passed = _attempt(run, candidate.number).gates_passed
+    left = [(at, member) for at, member in enumerate(candidate.members) if not passed(stage, at)]
+    with do.compiling([member.spec for _, member in left[1:]]):
+        for at, member in left:
             do.check_seal()
             with failures(run, stage):
                 seconds = _member_gates(run, do, candidate, stage, at, member)

@@ -352,8 +352,8 @@ def _gates(run: Run, do: Services, arms: Arms) -> list[GateResult]:
     """Quick gates on every commit against its parent, the others on the last; stops at the first that fails."""
     found: list[GateResult] = []
     incumbent = run.spec(arms.before, incumbent_name(arms.before), "incumbent")
-    for stage, commits in (("quick", arms.commits), ("full", arms.commits[-1:])):
-        for commit in commits:
+    with do.compiling([_candidate(run, commit) for commit in arms.commits[1:]]):
+        for stage, commit in (*(("quick", commit) for commit in arms.commits), ("full", arms.commits[-1])):
             parent = run.repo.git("rev-parse", f"{commit}^").strip()
             do.check_seal()
             do.view.step(f"{stage} gates of {commit[:12]}")

@@ -6,6 +6,7 @@ Not for: any behaviour; this file holds signatures and the nouns that only the l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,4 +129,5 @@ class Services:
     run_pair: Callable[[LaunchSpec, LaunchSpec, Stage, int, str], Pair]
     check_seal: Callable[[], None]
     learn: Callable[[int | None], list[str]]
+    compiling: Callable[[Sequence[LaunchSpec]], AbstractContextManager[None]] = lambda specs: nullcontext()  # ahead of gates
     bandwidth: Callable[[int], float] | None = None  # bytes/s of memory that all ranks together reach on so many bytes

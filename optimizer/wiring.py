@@ -28,6 +28,7 @@ class WeightsChanged(Exception):
 @contextmanager
 def real(run: Run, view: View) -> Iterator[Services]:
     """Services of a run; the oracle's process lives as long as this is open, and its GPUs stay up."""
+    from optimizer.confine.launch import compiling
     from optimizer.measure import PROTOCOLS, protocol_for
     from optimizer.patching import apply_edits
     from optimizer.traffic.prompts import PromptSource
@@ -62,6 +63,7 @@ def real(run: Run, view: View) -> Iterator[Services]:
             run_pair=made.run_pair,
             check_seal=made.check_seal,
             learn=made.learn,
+            compiling=compiling,
             bandwidth=made.bandwidth,
         )
 

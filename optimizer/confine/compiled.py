@@ -26,23 +26,29 @@ FOLDERS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 SHAPES = ((1, 128, 20), (4, 33, 8), (8, 16, 6), (32, 16, 6), (1, 1024, 3))
 DEADLINE_S = 120.0
 MOST_BYTES, MOST_FILES = 1 << 30, 20_000
+Unjudged = Callable[[LaunchSpec, Path], AbstractContextManager[Any]]
 _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 
-def fill(spec: LaunchSpec, folder: Path, unjudged: Callable[[LaunchSpec, Path], AbstractContextManager[Any]]) -> None:
+def fill(spec: LaunchSpec, folder: Path, unjudged: Unjudged) -> None:
     """Copy what this program compiled to `folder`; the first time it is compiled now.
 
     `unjudged(spec, keep)` starts an engine whose compiled code is in the folder `keep` once it is closed. One that fails
     leaves an empty folder: the launch that is judged fails by itself.
     """
+    copy(made(spec, unjudged), folder)
+
+
+def made(spec: LaunchSpec, unjudged: Unjudged) -> Path:
+    """The folder of this program's compiled code; the first time it is compiled now."""
     assert spec.compiled is not None
     with _locks[spec.compiled]:
         if not spec.compiled.is_dir():
             _compile(spec, spec.compiled, unjudged)
-    copy(spec.compiled, folder)
+    return spec.compiled
 
 
-def _compile(spec: LaunchSpec, place: Path, unjudged: Callable[[LaunchSpec, Path], AbstractContextManager[Any]]) -> None:
+def _compile(spec: LaunchSpec, place: Path, unjudged: Unjudged) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix="part-", dir=place.parent))
     bare = replace(spec, compiled=None, probes=frozenset(), env=(), label=f"{spec.label} (compiling)")

@@ -14,8 +14,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,7 +289,7 @@ def launch(
         for folder in (server.io, server.trace_dir, work / "tmp"):
             folder.mkdir(mode=0o700)
         if spec.compiled is not None:
-            compiled.fill(spec, work / COMPILED, lambda bare, to: launch(bare, timeout_s=timeout_s, keep=to))
+            compiled.fill(spec, work / COMPILED, partial(_unjudged, timeout_s))
         elif keep is not None:
             (work / COMPILED).mkdir(mode=0o700)
         binds = _binds(spec, work, level)
@@ -304,6 +305,30 @@ def launch(
         yield server
     finally:
         server.close(log_to, keep)
+
+
+def _unjudged(timeout_s: float | None, bare: LaunchSpec, keep: Path) -> AbstractContextManager[Server]:
+    return launch(bare, timeout_s=timeout_s, keep=keep)
+
+
+@contextmanager
+def compiling(specs: Sequence[LaunchSpec]) -> Iterator[None]:
+    """Compile what these programs will compile, one after another, beside work that nobody times. At the end of that work
+    the one under way is waited for and the rest is left: a launch compiles what it does not find."""
+    over = threading.Event()
+
+    def each() -> None:
+        for spec in specs:
+            if spec.compiled is not None and not over.is_set():
+                compiled.made(spec, partial(_unjudged, None))
+
+    thread = threading.Thread(target=each, name="hotloop-compiling")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def default_limits(spec: LaunchSpec) -> Limits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from gates_toy import SERVER, toy
 
 from optimizer.confine import compiled, sandbox
-from optimizer.confine.launch import LaunchError, launch
+from optimizer.confine.launch import LaunchError, compiling, launch
 from optimizer.types import LaunchSpec
 
 COMPILES = """
@@ -48,6 +49,26 @@ def test_arms_that_start_at_once_compile_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(seen, [spec, spec])) == ["found ['first']"] * 2
     assert [p.name for p in (tmp_path / "cache").iterdir()] == ["commit"]
+
+
+def test_programs_that_will_be_judged_are_compiled_beside_other_work(tmp_path: Path) -> None:
+    toys = [toy(tmp_path / "good", source=COMPILES), toy(tmp_path / "bad", mode="exit")]
+    specs = [replace(spec, compiled=tmp_path / "cache" / f"commit{n}") for n, spec in enumerate(toys)]
+    with compiling([*specs, toy(tmp_path / "cpu", source=COMPILES)]):  # the last is one that compiles nothing, as on a CPU
+        deadline = time.monotonic() + 60
+        while len(list((tmp_path / "cache").glob("commit*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert (specs[0].compiled / "triton/deep/first").is_file(), "kept for its launches"
+    assert not list(specs[1].compiled.iterdir()), "one that does not start fails when it is judged"
+    assert seen(specs[0]) == "found ['first']"
+
+
+def test_work_that_ends_early_leaves_the_rest_uncompiled(tmp_path: Path) -> None:
+    specs = [replace(toy(tmp_path, source=COMPILES), compiled=tmp_path / "cache" / f"commit{n}") for n in range(3)]
+    with pytest.raises(KeyError), compiling(specs):
+        raise KeyError
+    kept = sorted(p.name for p in (tmp_path / "cache").iterdir()) if (tmp_path / "cache").is_dir() else []
+    assert kept in ([], ["commit0"]), "at most what was under way, and that whole"
 
 
 def test_an_engine_that_does_not_start_fails_as_itself_and_is_not_compiled_again(tmp_path: Path) -> None:

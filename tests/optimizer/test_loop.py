@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,6 +122,25 @@ def test_a_series_is_judged_at_its_end_and_becomes_a_commit_each(tmp_path):
     assert [run.repo.trailers(c)["Series"] for c in commits] == ["1/2", "2/2"]
     proposed = [line["data"]["member"] for line in run.ledger.lines() if line["kind"] == "proposed"]
     assert proposed == [0, 1]
+
+
+def test_later_programs_of_a_series_are_compiled_beside_gates_and_never_beside_a_pair(tmp_path):
+    run, diary = new_run(tmp_path / "run"), []
+
+    @contextmanager
+    def compiling(specs):
+        diary.append([(spec.tree / "model.py").read_text() for spec in specs])
+        yield
+        diary.append("over")
+
+    services = Fakes(run, [fake.ENABLED_WIN]).services()
+    pair = services.run_pair
+    noted = replace(services, compiling=compiling, run_pair=lambda *a: diary.append("pair") or pair(*a))
+    Loop(noted, run).go()
+    end = run.repo.sources(run.repo.incumbent(), ("**/*.py",))["model.py"]
+    judged = [what for what in diary if what != "pair"]
+    assert judged == [[end], "over"] * 2, "the first program is compiled by its own gates"
+    assert all(diary[at + 1] == "over" for at, what in enumerate(diary) if what == [end]), diary
 
 
 def test_a_series_whose_enabler_makes_it_slower_is_stopped(tmp_path):
