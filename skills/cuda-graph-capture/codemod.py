@@ -12,7 +12,7 @@ import codemod_tools as t
 import gpu_tools as gpu
 import libcst as cst
 
-GRAPHS = '''"""Decode steps as CUDA graphs: one per bucket of batch sizes, captured when its size first comes, replayed from then on.
+GRAPHS = '''"""Decode steps as CUDA graphs: one per bucket of batch sizes, recorded all together with the first decode step.
 
 A step's numbers go to the device in one copy, to an address that the graph knows. Rows that fill up a bucket repeat the
 first: they write the same key to the same slot. Not for: steps with prompts, larger batches (the caller computes those).
@@ -30,7 +30,6 @@ from engine.request import StepPlan
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32)
 LEAST_PAGES = 64  # width of the page tables; it doubles when a sequence needs more
-PATIENCE = 8  # steps of a new size that borrow a larger graph before they get their own
 
 
 class _Step:
@@ -69,7 +68,6 @@ class DecodeGraphs:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.steps: dict[tuple[int, int], _Step] = {}
-        self.wanted = dict.fromkeys(BUCKETS, 0)
         self.pool: Any = None  # shared: one graph runs at a time
 
     @torch.inference_mode()
@@ -79,25 +77,27 @@ class DecodeGraphs:
         if step is None:
             return None
         step.fill(plan, self.runner.newest, self.runner.block_size)
-        if step.graph is None:
-            self.capture(step, plan)
         step.graph.replay()
-        assert step.logits is not None
-        return step.logits[: len(plan.context) + len(plan.generation)]
+        return None if step.logits is None else step.logits[: len(plan.context) + len(plan.generation)]
 
     def fitting(self, plan: StepPlan) -> _Step | None:
-        """The graph to use, perhaps not captured yet; None when the step suits none."""
+        """The graph to use; None when the step suits none."""
         items = plan.generation
         if plan.context or not items or len(items) > BUCKETS[-1]:
             return None
         size = next(bucket for bucket in BUCKETS if bucket >= len(items))
         pages = max(len(item.block_table) for item in items)
         key = size, max(LEAST_PAGES, 1 << (pages - 1).bit_length())
-        larger = [k for k in self.steps if k[0] >= size and k[1] >= pages]
-        self.wanted[size] += 1
-        if key not in self.steps and (not larger or self.wanted[size] >= PATIENCE):
-            self.steps[key] = _Step(*key, self.runner.tp.device)
-        return self.steps[key if key in self.steps else min(larger)]
+        if key not in self.steps:
+            self.record(replace(plan, generation=items[:1]), key[1])
+        return self.steps[key]
+
+    def record(self, one: StepPlan, pages: int) -> None:
+        """All sizes at once, filled up with one sequence: else somebody would wait for each later on."""
+        for size in reversed(BUCKETS):
+            step = self.steps[size, pages] = _Step(size, pages, self.runner.tp.device)
+            step.fill(one, self.runner.newest, self.runner.block_size)
+            self.capture(step, one)
 
     def capture(self, step: _Step, plan: StepPlan) -> None:
         """Run the step twice on a stream of its own (compilers and libraries set themselves up), then record it."""
@@ -124,7 +124,7 @@ class DecodeGraphs:
 # The third member: steps in which short prompts begin are rows of a graph too. Pairs of texts, each found once.
 PROMPTS = (
     (
-        '"""Decode steps as CUDA graphs: one per bucket of batch sizes, captured when its size first comes, replayed from then on.\n',
+        '"""Decode steps as CUDA graphs: one per bucket of batch sizes, recorded all together with the first decode step.\n',
         '"""Steps as CUDA graphs: decode steps by bucket of batch sizes, short steps with prompts by bucket of tokens.\n',
     ),
     (
@@ -133,7 +133,7 @@ A step's numbers go to the device in one copy, to an address that the graph know
 first: they write the same key to the same slot. Not for: steps with prompts, larger batches (the caller computes those).
 ''',
         '''
-A decode graph is captured when its size first comes, those for prompts all together with the first prompt. A step's
+Graphs for prompts are recorded all together with the first prompt, those of decode steps with the first of them. A step's
 numbers go to the device in one copy, to an address that the graph knows. Each token of a prompt is a row with a length
 of its own: the step's keys lie in the cache before any row reads there. Rows that fill up a bucket repeat the first:
 they write the same key to the same slot. Not for: long prompts or larger batches; for those `logits` returns None and

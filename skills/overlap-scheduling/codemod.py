@@ -29,7 +29,7 @@ class RunAhead:
 
     Tokens go from step to step on the device; their copy to the host waits for its own step alone. A step launched ahead
     is used when the next plan is the expected one, else forgotten: what it wrote are keys and values of a position that
-    whoever gets it writes again before reading it. Not for: sampling, log-probabilities, prompts, several ranks.
+    whoever gets it writes again before reading it. Not for: sampling, log-probabilities, several ranks.
     """
 
     Event: Any = torch.cuda.Event
@@ -47,16 +47,16 @@ class RunAhead:
         if ahead is not None and self.places(ahead.items) != self.places(plan.generation):
             ahead.done.synchronize()  # forgotten; its host buffer may be filled again
             ahead = None
-        if plan.context or not all(_plain(s) for s in sequences):
+        if not all(_plain(s) for s in sequences):
             return None
-        now = ahead or self.launch(plan, None)
+        now = ahead if ahead is not None and not plan.context else self.launch(plan, None)
         if now is None:
             return None
-        following = self.following(plan, sequences)
+        following = None if plan.context else self.following(plan, sequences)
         if following is not None:
             self.ahead = self.launch(following, now.step)
         now.done.synchronize()
-        return now.tokens[: len(plan.generation)].tolist()
+        return now.tokens[: len(plan.context) + len(plan.generation)].tolist()
 
     def launch(self, plan: StepPlan, after: Any) -> _Launched | None:
         """`after`: the graph whose tokens this step continues, before the host knows them."""
@@ -97,7 +97,7 @@ GRAPHS = (
 ''',
         '''        pinned = device.type == "cuda"
         self.hosts = [torch.zeros(end, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self.back = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self.back = [torch.zeros(min(size, BUCKETS[-1]), dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self.turn = 0
 ''',
     ),
@@ -140,16 +140,11 @@ GRAPHS = (
 ''',
     ),
     (
-        '''        if step.graph is None:
-            self.capture(step, plan)
-        step.graph.replay()
-        assert step.logits is not None
-        return step.logits[: len(plan.context) + len(plan.generation)]
+        '''        step.graph.replay()
+        return None if step.logits is None else step.logits[: len(plan.context) + len(plan.generation)]
 ''',
         '''        if after is not None:
             step.ids.copy_(step.tokens)
-        if step.graph is None:
-            self.capture(step, plan)
         step.graph.replay()
         return step
 ''',
@@ -165,12 +160,12 @@ GRAPHS = (
 
 # The second patch: who runs ahead reads the plan, which every rank gets, and not the sequences, which rank 0 alone has.
 SEVERAL = (
-    ("    whoever gets it writes again before reading it. Not for: sampling, log-probabilities, prompts, several ranks.\n",
+    ("    whoever gets it writes again before reading it. Not for: sampling, log-probabilities, several ranks.\n",
      "    whoever gets it writes again before reading it. Several ranks decide alike: by the plan alone, and every rank's greedy\n"
-     "    tokens are those of the same gathered logits. Not for: sampling, log-probabilities, prompts.\n"),
+     "    tokens are those of the same gathered logits. Not for: sampling, log-probabilities.\n"),
     ("        if self.runner.tp.size > 1:\n            return None\n        ahead, self.ahead", "        ahead, self.ahead"),
-    ("        if plan.context or not all(_plain(s) for s in sequences):\n", "        if plan.context or not plan.greedy:\n"),
-    ("        following = self.following(plan, sequences)\n", "        following = self.following(plan)\n"),
+    ("        if not all(_plain(s) for s in sequences):\n", "        if not plan.greedy:\n"),
+    ("        following = None if plan.context else self.following(plan, sequences)\n", "        following = None if plan.context else self.following(plan)\n"),
     ("    def following(self, plan: StepPlan, sequences: list[Sequence]) -> StepPlan | None:\n", "    def following(self, plan: StepPlan) -> StepPlan | None:\n"),
     ("        if any(len(s.output_ids) + 1 >= s.params.max_tokens for s in sequences):\n", "        if not plan.goes_on:\n"),
     ("    def tokens(self, plan: StepPlan, sequences: list[Sequence]) -> list[int] | None:\n", "    def tokens(self, plan: StepPlan, _: list[Sequence]) -> list[int] | None:\n"),
@@ -183,7 +178,7 @@ def _plain(sequence: Sequence) -> bool:
 """, ""),
     ("from engine import sampler\n", ""),
 )  # fmt: skip
-FLAGS = "greedy: bool = False  # every sequence takes the likeliest token\ngoes_on: bool = False  # and none ends with it by its length\n"
+FLAGS = "greedy: bool = False  # every sequence takes the likeliest token\ngoes_on: bool = False  # and none that generates ends with it by its length\n"
 PLAIN = '''
 
 def _plain(sequence: Sequence) -> bool:
@@ -262,7 +257,10 @@ def _telling(sources: dict[str, str]) -> dict[str, str] | None:
     if place is None or "_plain" in sources[place[0].file]:
         return None
     function, grown, *_ = place
-    flags = (f"greedy=all(_plain(s) for s in {grown})", f"goes_on=all(len(s.output_ids) + 1 < s.params.max_tokens for s in {grown})")
+    begun = next((p[0] for s in function.statements() if (p := t.assigned(s)) and t.code(p[1]).startswith("self._admit(")), None)
+    if begun is None:
+        return None
+    flags = (f"greedy=all(_plain(s) for s in [*{begun}, *{grown}])", f"goes_on=all(len(s.output_ids) + 1 < s.params.max_tokens for s in {grown})")
     told = cst.parse_module(_with_arguments(sources[function.file], "StepPlan(", flags))
     line = gpu.local_names("from engine.sampler import GREEDY_BELOW", function.file, sources)
     return {function.file: t.add_import(told, line).code.rstrip() + "\n" + PLAIN}

@@ -90,6 +90,7 @@ def test_a_playbook_held_to_some_skills_has_no_others_and_knows_their_names() ->
         _names(only=["no-such"])
 
 
+SIZES = (32, 24, 16, 8, 4, 2, 1)
 GENERATE = """
 import sys, pathlib
 sys.path.insert(0, sys.argv[1])
@@ -104,9 +105,12 @@ captured = []
 if sys.argv[3] == "graphs":
     from engine import decode_graphs
 
+    if sys.argv[4:] == ["narrow"]:
+        decode_graphs.LEAST_PAGES = 2
+
     class Computing(decode_graphs.DecodeGraphs):
         def capture(self, step, plan):  # what a graph replays is computed instead
-            captured.append(("prompts", step.size) if step.prompts else step.size)
+            captured.append(("prompts", step.size) if step.prompts else (step.size, step.tables.shape[1]))
             outer = self
             class Replay:
                 def replay(self):
@@ -158,7 +162,7 @@ def _generate(sources: dict[str, str], model: Path, place: Path, *how: str) -> t
 
 
 def test_tokens_stay_eagerly_and_through_the_buffers_of_the_graphs(engine_sources, act, repo, tmp_path) -> None:
-    """Buckets larger than the batch, a batch that borrows a larger graph, one that gets its own after some steps, prompts that join."""
+    """Buckets larger than the batch, prompts that join; then contexts that outgrow the tables."""
     model = repo / "engine/tiny_qwen3"
     plain, _ = _generate(engine_sources, model, tmp_path / "plain", "eager")
     patched = act(engine_sources, *ORDER)
@@ -166,7 +170,10 @@ def test_tokens_stay_eagerly_and_through_the_buffers_of_the_graphs(engine_source
     tokens, captured = _generate(patched, model, tmp_path / "patched", "graphs")
     assert tokens == plain
     prompts = [("prompts", size) for size in (512, 256, 128, 64, 16)]
-    assert ast.literal_eval(captured) == [*prompts, 1, 8, 4]
+    assert ast.literal_eval(captured) == [*prompts, *((size, 64) for size in SIZES)]
+    tokens, captured = _generate(patched, model, tmp_path / "patched", "graphs", "narrow")
+    assert tokens == plain
+    assert ast.literal_eval(captured) == [(size, pages) for pages in (2, 4, 8, 64) for size in SIZES], "these prompts are too long for a graph"
 
 
 def test_steps_launched_ahead_give_the_same_tokens_and_are_forgotten_only_when_the_batch_changes(engine_sources, act, repo, tmp_path) -> None:
@@ -175,7 +182,7 @@ def test_steps_launched_ahead_give_the_same_tokens_and_are_forgotten_only_when_t
     tokens, launched = _generate(act(engine_sources, *ORDER), model, tmp_path / "patched", "graphs", "ahead")
     assert tokens == plain
     kinds = [kind for kind in ast.literal_eval(launched) if isinstance(kind, str)]
-    assert (kinds.count("now"), kinds.count("ahead")) == (6, 44)  # a batch begins or prompts join; a new page is no reason
+    assert (kinds.count("now"), kinds.count("ahead")) == (12, 44)  # seven steps with prompts, and whenever a batch begins; a new page is no reason
 
 
 def test_only_an_engine_with_graphs_is_run_ahead(engine_sources, answer) -> None:
