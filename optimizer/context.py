@@ -15,16 +15,18 @@ from trace_diff.analysis import Analysis
 from trace_diff.ingest import TraceError
 
 MOST = 3  # stored engines on screen; the report and `trace-diff` know the others
+FIRST = (("vLLM", "cuda graph"), ("vLLM", "eager"), ("MetaInfer meta0", "eager"))  # engine and mode; then all others
 
 
-def stored(device: str, tp: int) -> list[Analysis]:
-    """Decode traces kept with this code for the device class, those of the same TP first. Empty when none can be read."""
+def stored(device: str, tp: int, batch: int) -> list[Analysis]:
+    """Decode traces kept with this code for the device class, the nearest cell first, then as in FIRST; stacks, which
+    slow an engine down, last. Empty when none can be read."""
     try:
         known = baselines.load_index(check=False)
     except (baselines.BaselineError, OSError):
         return []
     fitting = [t for t in known if (t.device == "cpu") == (device == "cpu") and "decode" in t.phases]
-    fitting.sort(key=lambda trace: (trace.tp != tp, trace.id))
+    fitting.sort(key=lambda t: (t.tp != tp, t.batch != batch, "with_stack" in t.profiler, _place(t), t.id))
     found = []
     for trace in fitting[:MOST]:
         try:
@@ -34,6 +36,11 @@ def stored(device: str, tp: int) -> list[Analysis]:
         except (baselines.BaselineError, TraceError, ValueError, OSError):
             continue  # context that cannot be read is left out: nothing depends on it
     return found
+
+
+def _place(trace: baselines.BaselineTrace) -> int:
+    which = trace.engine, trace.mode
+    return FIRST.index(which) if which in FIRST else len(FIRST)
 
 
 def published() -> Any | None:

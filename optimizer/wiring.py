@@ -110,7 +110,7 @@ class _Real:
         label = f"{want.target} {capture.label}"
         if capture.label != BASELINE:
             return diagnose(capture, references, label)
-        found = diagnose(capture, references, label, context.stored(want.device, want.tp))
+        found = diagnose(capture, references, label, context.stored(want.device, want.tp, capture.batch))
         table = context.published()
         return found if table is None else replace(found, shown=(*found.shown, table))
 

@@ -142,8 +142,10 @@ class Run:
 
     @property
     def headline(self) -> Measured | None:
-        """The final engine against the first one: from headline pairs, None when none were run."""
-        found = measure(p for p in self.kinds.get("pair", ()) if p.get("stage") == "headline")
+        """The present engine against the first one: from its own headline pairs, None when none were run. A run that went on
+        after its end has those of an earlier engine, too."""
+        key = f"headline/{self.lines[-1].get('incumbent_commit')}" if self.lines else None
+        found = measure(p for p in self.kinds.get("pair", ()) if p.get("stage") == "headline" and p.get("key", key) == key)
         said = self.last("finished").get("headline")
         found = judged(found, said if isinstance(said, dict) else {})
         return found if found.ratio is not None else None

@@ -35,8 +35,12 @@ from optimizer.state import Attempt
 from optimizer.types import RejectReason, Stage, Verdict
 
 FOLDER = "knowledge"  # in the run's folder
-NO_USE = {RejectReason.GUARD, RejectReason.NOT_ACTIVATED}  # whatever the target metric said
-NO_EFFECT = NO_USE | {RejectReason.NO_GAIN}
+# Reasons for which it is of no use here, whatever the target metric said: what the entry's title and its rule say of it.
+NO_USE: dict[str, tuple[str, str]] = {
+    RejectReason.GUARD: ("Made something else worse", "before what it made worse is mended"),
+    RejectReason.NOT_ACTIVATED: ("Did not do what it was to do", "before its patch does what it is to do"),
+}
+NO_EFFECT = {*NO_USE, RejectReason.NO_GAIN}
 WORTH_HAVING = 0.9  # of the incumbent's time: an interval that reaches it leaves the question open
 SAYS_NOTHING = {RejectReason.INFRASTRUCTURE, RejectReason.NO_BUDGET, RejectReason.DECLINED, RejectReason.SEAL}
 
@@ -161,14 +165,15 @@ def _without_effect(run: Run, lines: Sequence[Line], attempt: Attempt) -> Entry:
     proposed, data = attempt.data("proposed")[-1], attempt.end["data"]
     measured = _measured(attempt)
     gain = None
+    what, until = NO_USE.get(data.get("reason") or "", ("No effect shown", "before the step has become much faster"))
     if measured is not None and measured.get("pairs"):
         gain = Gain(ratio=measured["ratio"], ci95=tuple(measured["ci95"]), pairs=measured["pairs"])
     return Entry(
         id=f"{run.request.id}.{attempt.number}",
         topic=proposed["mechanism"],
         mechanism=proposed["mechanism"],
-        title=f"No effect shown: {proposed.get('title') or proposed['mechanism']}",
-        rule=f"Here, do not spend an attempt on {proposed['mechanism']} before the step has become much faster",
+        title=f"{what}: {proposed.get('title') or proposed['mechanism']}",
+        rule=f"Here, do not spend an attempt on {proposed['mechanism']} {until}",
         why=f"{attempt.verdict} at {data.get('stage')}: {data.get('reason') or 'effect below what could be resolved'}; {data.get('detail') or ''}".rstrip("; "),
         helps=False,
         detection=_detection(proposed, {}),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from loop_fakes import ENGINE, WEIGHTS, new_run
 
-from optimizer import baseline, measure, preflight
+from optimizer import baseline, context, measure, preflight
 from optimizer import capture as capturing
 from optimizer.capture import capture
 from optimizer.confine.launch import LaunchError
@@ -102,3 +102,16 @@ def test_requests_are_profiled_as_they_are_timed(monkeypatch):
     assert bodies(capturing._requests(cell, prompts, "profiled")) == timed
     wanted = type("Wanted", (), {"phase": "decode", "batch": 1, "prompt_tokens": 16})
     assert bodies(baseline._requests(wanted, prompts, "profiled", 8)) == timed
+
+
+@pytest.mark.parametrize(
+    ("cell", "shown"),
+    [
+        (("cuda", 1, 1), ["vLLM graph", "vLLM eager", "MetaInfer meta0"]),
+        (("cuda", 1, 32), ["vLLM graph, batch 32", "vLLM eager, batch 32"]),
+        (("cuda", 2, 1), ["vLLM graph, TP=2, custom all-reduce", "vLLM graph, TP=2, NCCL", "vLLM eager, TP=2, custom all-reduce"]),
+        (("cpu", 4, 1), ["vLLM CPU compiled, TP=1", "vLLM CPU eager, TP=1", "vLLM CPU eager, TP=2"]),
+    ],
+)
+def test_stored_engines_are_those_of_the_nearest_cell_and_vllm_first(cell, shown) -> None:
+    assert [found.label for found in context.stored(*cell)][: len(shown)] == shown

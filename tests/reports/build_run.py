@@ -22,6 +22,9 @@ def canonical(line: dict[str, Any]) -> str:
     return json.dumps(line, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
+INCUMBENT = "a1b2c3d4" * 5
+
+
 class LedgerBuilder:
     """Appends hash-chained lines."""
 
@@ -32,7 +35,7 @@ class LedgerBuilder:
     def add(self, kind: str, data: dict[str, Any], attempt: int | None = None) -> None:
         line = {
             "v": 1, "seq": self.seq, "prev": self.prev, "t_utc": f"2026-11-29T10:{self.seq // 60:02}:{self.seq % 60:02}.000+00:00",
-            "kind": kind, "attempt": attempt, "incumbent_commit": "a1b2c3d4" * 5, "gates_digest": "5ea1" * 16,
+            "kind": kind, "attempt": attempt, "incumbent_commit": INCUMBENT, "gates_digest": "5ea1" * 16,
             "sandbox_level": "bwrap", "env_hash": "e0" * 32, "data": data,
         }  # fmt: skip
         line["hash"] = hashlib.sha256(canonical(line).encode()).hexdigest()
@@ -72,7 +75,7 @@ def _key(attempt: int | None) -> str:
     return hashlib.sha256(f"program {attempt}".encode()).hexdigest()
 
 
-def _pairs(ledger: LedgerBuilder, rng: random.Random, attempt: int | None, stage: str, n: int, a: float, ratio: float) -> None:
+def _pairs(ledger: LedgerBuilder, rng: random.Random, attempt: int | None, stage: str, n: int, a: float, ratio: float, key: str = "") -> None:
     for index in range(n):
         left, right = a * rng.uniform(0.985, 1.015), a * ratio * rng.uniform(0.985, 1.015)
         discarded = "load average rose above 1.5 during the pair" if stage == "decide" and index == 1 else None
@@ -81,7 +84,7 @@ def _pairs(ledger: LedgerBuilder, rng: random.Random, attempt: int | None, stage
             {"stage": stage, "index": index, "order": "ab" if index % 2 else "ba",
              "prompts_sha": hashlib.sha256(f"{attempt}{stage}{index}".encode()).hexdigest(),
              "a_us_per_token": None if discarded else left, "b_us_per_token": None if discarded else right,
-             "discarded": discarded, "key": _key(attempt), "seconds": 8.0},
+             "discarded": discarded, "key": key or _key(attempt), "seconds": 8.0},
             attempt,
         )  # fmt: skip
 
@@ -162,7 +165,7 @@ def build_run(run: Path, *, plans: Sequence[Plan] = PLANS, finished: bool = True
         level = _attempt(ledger, rng, run, number, plan, level)
         ledger.add("budget", {"attempts_left": len(plans) - number, "seconds_left": 600 - 70 * number})
     if finished:
-        _pairs(ledger, rng, None, "headline", 5, BASE_US, level / BASE_US)
+        _pairs(ledger, rng, None, "headline", 5, BASE_US, level / BASE_US, f"headline/{INCUMBENT}")
         ledger.add("decided", {"stage": "ablate", "passed": True, "ratio": 0.94, "ci95": [0.92, 0.96], "pairs": 6,
                                "title": "inference mode in the decode step", "of_attempt": 2, "why": "buys 6 %"})  # fmt: skip
         ledger.add("finished", {"reason": "no finding left whose bound could reach the margin", "headline": None})

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,18 @@ def test_headline_is_recomputed_from_the_pairs(run: Path, text: str) -> None:
     assert f"<b>{factor:.2f}x</b>" in text
     assert f"<b>{1e6 / before:,.1f} tok/s</b>" in text and f"<b>{1e6 / after:,.1f} tok/s</b>" in text
     assert f"{micro(before)} per token" in text and f"{micro(after)} per token" in text
+
+
+def test_a_run_that_went_on_after_its_end_shows_the_headline_of_its_last_engine(run: Path, tmp_path: Path, text: str) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    lines = _lines(run)
+    first = next(n for n, line in enumerate(lines) if line["kind"] == "pair" and line["data"]["stage"] == "headline")
+    earlier = {**lines[first], "data": {**lines[first]["data"], "key": "headline/" + "0" * 40, "b_us_per_token": 1e6}}
+    lines[first:first] = [earlier] * 3
+    ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = run_data.read(tmp_path / "run").headline
+    assert shown == run_data.read(run).headline and shown is not None and shown.pairs == 5
 
 
 def test_the_bound_is_bytes_over_bandwidth_of_the_ledger_and_stands_in_the_headline(run: Path, text: str) -> None:
