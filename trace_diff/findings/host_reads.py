@@ -18,7 +18,7 @@ from trace_diff.syncs import operator
 from trace_diff.whatif import Edit, Wait
 
 RULE = "host-reads"
-SKILLS = ("remove-host-reads", "device-side-sampling", "batch-host-copies")
+SKILLS = ("remove-host-reads", "device-side-sampling", "batch-host-copies", "overlap-scheduling")
 FORMULA = "wall - wall of the step replayed without the blocking calls"
 _READS = re.compile(r"^aten::(item|_local_scalar_dense|is_nonzero|equal|nonzero|tolist)$")
 
