@@ -161,7 +161,8 @@ def _result(stage: Stage, g: stats.Array, cal: Calibration, passed: bool, p: flo
         why = f"gain {np.expm1(mean):+.1%}, p = {p:.3g}"
     elif high < bar or mean <= 0:
         reason = RejectReason.NO_GAIN
-        why = f"gain {np.expm1(mean):+.1%}, at most {np.expm1(high):+.1%}: the margin is {cal.margin:.1%}"
+        most = f"at most {np.expm1(high):+.1%}" if high < bar else f"not taken further, though up to {np.expm1(high):+.1%} is not ruled out"
+        why = f"gain {np.expm1(mean):+.1%} in {g.size} pairs, {most}; the margin is {cal.margin:.1%}"
     else:
         why = f"gain {np.expm1(mean):+.1%} not resolved (p = {p:.3g}); margin {cal.margin:.1%}, detectable {cal.mde:.1%}"
     facts = {

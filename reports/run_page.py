@@ -160,7 +160,9 @@ def _model(info: dict[str, Any]) -> str:
     if not isinstance(dims, dict) or not dims.get("num_hidden_layers"):
         return ""
     random = ", random weights" if info.get("weights_seed") is not None else ""
-    return f"{dims.get('model_type', 'model')} of {dims['num_hidden_layers']} layers, hidden {dims.get('hidden_size', '?')}{random}"
+    size = f"{dims['num_hidden_layers']} layers, hidden {dims.get('hidden_size', '?')}{random}"
+    kind = str(dims.get("model_type", "model"))
+    return size if kind == _target(info) else f"{kind} of {size}"
 
 
 def _target(info: dict[str, Any]) -> str:
