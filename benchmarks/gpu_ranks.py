@@ -31,7 +31,7 @@ from optimizer.confine.launch import Server, launch
 from optimizer.gates.races import held_ranks
 from optimizer.traffic.client import Request
 from optimizer.traffic.prompts import PromptSource
-from optimizer.truth.oracle import Oracle, calibrated
+from optimizer.truth.oracle import Oracle, Score, calibrated
 from optimizer.types import LaunchSpec, Stream
 from trace_diff.api import analyse, load
 
@@ -88,10 +88,10 @@ def collectives(files: list[Path]) -> dict[str, Any]:
     }
 
 
-def truth(oracle: Oracle, streams: list[Stream]) -> dict[str, Any]:
+def truth(oracle: Oracle, scores: list[Score]) -> dict[str, Any]:
     """Against the float32 oracle: streams with a token that is no near tie, and the largest gap in logits."""
-    scores = oracle.score(streams)
-    return {"wrong": sum(not score.ok for score in scores), "largest gap": round(max(score.max_gap for score in scores), 3)}
+    wrong = sum(not score.max_gap <= oracle.bands.reorder for score in scores)
+    return {"wrong": wrong, "largest gap": round(max(score.max_gap for score in scores), 3)}
 
 
 def others(first: list[Stream], again: list[Stream]) -> list[Stream]:
@@ -106,7 +106,7 @@ def delayed(server: Server, prompts: PromptSource, oracle: Oracle) -> Iterator[d
         with held_ranks(server) as held:
             again = served(server, prompts, f"delays/{batch}", batch, 20)
         other = others(first, again)
-        yield {"delays": f"batch {batch}", "holds": held[0], "streams": batch, "same": batch - len(other), **truth(oracle, first + other)}
+        yield {"delays": f"batch {batch}", "holds": held[0], "streams": batch, "same": batch - len(other), **truth(oracle, oracle.score(first + other))}
 
 
 def replayed(server: Server, prompts: PromptSource, oracle: Oracle, replays: int) -> Iterator[dict[str, Any]]:
@@ -119,7 +119,7 @@ def replayed(server: Server, prompts: PromptSource, oracle: Oracle, replays: int
             other |= {(s.prompt_ids, s.token_ids): s for s in others(first, again)}
             steps += new - 1
         row = {"replays": f"batch {batch}", "steps": steps, "seconds": round(time.monotonic() - began, 1), "other ways": len(other)}
-        yield row | truth(oracle, [*first, *other.values()])
+        yield row | truth(oracle, oracle.score([*first, *other.values()]))
 
 
 def look(found: dict[str, LaunchSpec], names: list[str], steps: list[str], oracle: Oracle, options: argparse.Namespace) -> None:
@@ -129,10 +129,11 @@ def look(found: dict[str, LaunchSpec], names: list[str], steps: list[str], oracl
         with launch(found[name]) as server:
             if "engines" in steps:
                 kept[name], row = timed(server, prompts, name, options.out)
+                scores = oracle.score(kept[name])
                 if name == names[0] and options.device == "cuda":  # as a run does: what its first engine shows is benign
-                    oracle.bands = calibrated([score.max_gap for score in oracle.score(kept[name])], oracle.bands)
+                    oracle.bands = calibrated([score.max_gap for score in scores], oracle.bands)
                 same = len(kept[name]) - len(others(kept[names[0]], kept[name]))
-                emit(row | {f"streams as {names[0]}'s": f"{same} of {len(kept[name])}", **truth(oracle, kept[name])})
+                emit(row | {f"streams as {names[0]}'s": f"{same} of {len(kept[name])}", **truth(oracle, scores)})
             if name == names[-1]:
                 for row in delayed(server, prompts, oracle) if "delays" in steps else ():
                     emit(row)

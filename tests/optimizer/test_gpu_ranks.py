@@ -13,7 +13,8 @@ def _rows(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def test_engines_on_two_ranks_are_compared_with_one_held_up_and_replayed(repo, tmp_path, capfd) -> None:
+def test_engines_on_two_ranks_are_compared_with_one_held_up_and_replayed(repo, tmp_path, capfd, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_ranks, "CELLS", {"batch 1": (1, 17), "batch 32": (32, 9)})
     model = repo / "engine/tiny_qwen3"
     gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--tp", "2", "--device", "cpu", "--model", str(model), "--only", "one,ranks", "--replays", "70"])
     rows = _rows(capfd.readouterr().out)

@@ -51,7 +51,7 @@ SCRIPT = (
     submit("STEP_US = 1000", "STEP_US = 700"),
     submit("ids.append(next_token(weights, ids, vocabulary))", "ids.append(7)"),  # rejected: wrong tokens
     submit("STEP_US = 700", "STEP_US = 500"),
-    text("DECLINE: nothing else is worth trying"),
+    *[text("DECLINE: nothing else is worth trying")] * 3,  # who may still find something is asked again, but not for ever
 )
 ENDS = ("accepted", "rejected", "undecided", "parked", "finished")
 
@@ -74,7 +74,7 @@ def test_a_conversation_ends_in_accepted_patches_and_history_reaches_the_next_on
     assert "\nSTEP_US = 500\n" in run.repo.sources(run.repo.incumbent(), run.target.editable)["model.py"]
     task = requests[3][1]["messages"][0]["content"]  # built from the ledger, not from the conversation before
     assert '"verdict": "reject"' in task and '"reason": "wrong_tokens"' in task
-    assert len(requests[3][1]["messages"]) == 1
+    assert len(requests[3][1]["messages"]) == 1 and len(requests) == len(SCRIPT)
     spent = [line["data"]["usd"] for line in run.ledger.lines() if line["kind"] == "proposed"]
     assert spent == pytest.approx([2 * 0.0045, 0.0045, 0.0045])
 
