@@ -150,7 +150,8 @@ def serve(
 
 
 def _filled(argv: Sequence[str], work: Path, model_dir: Path, python: Path) -> list[str]:
-    """Plain replacement: arguments may hold braces of their own (JSON)."""
+    """Plain replacement: arguments may hold braces of their own (JSON). The server runs in a folder of its own: a file that
+    was named from here keeps its meaning."""
     values = {
         "{socket}": str(work / "s.sock"),
         "{port}": str(_free_port()) if any("{port}" in arg for arg in argv) else "",
@@ -161,7 +162,7 @@ def _filled(argv: Sequence[str], work: Path, model_dir: Path, python: Path) -> l
     filled = list(argv)
     for name in PLACEHOLDERS:
         filled = [arg.replace(name, values[name]) for arg in filled]
-    return filled
+    return [str(Path(arg).absolute()) if "/" in arg and Path(arg).is_file() else arg for arg in filled]
 
 
 def _port_of(template: str, filled: str) -> str | None:

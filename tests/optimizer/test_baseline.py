@@ -56,9 +56,10 @@ def test_vllm_is_timed_without_the_profiler_then_traced_and_kept_with_its_proven
     assert analysed.observer.control_us == pytest.approx(got.clean["step_us"]), "the cut file carries its control step"
 
 
-def test_every_engine_is_sent_the_same_prompts(want, site, tmp_path, repo):
+def test_every_engine_is_sent_the_same_prompts(want, site, tmp_path, repo, monkeypatch):
+    monkeypatch.chdir(repo)  # a program may be named from where the command is typed; it runs elsewhere
     command = (
-        f"{{python}} {repo / 'tests/fakes/vllm/api_server.py'} --model {{model_dir}} --uds {{socket}} --dtype float32 --kv-cache-memory-bytes 9999 "
+        "{python} tests/fakes/vllm/api_server.py --model {model_dir} --uds {socket} --dtype float32 --kv-cache-memory-bytes 9999 "
         '--served-model-name m --max-model-len 4096 --profiler-config \'{"profiler": "torch", "torch_profiler_dir": "{trace_dir}"}\''
     )
     got = [
