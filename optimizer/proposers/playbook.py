@@ -201,25 +201,35 @@ def _series(ctx: ProposeContext, finding: Finding, rewrites: list[Rewrite], para
                     return f"codemod made {file} line {error.lineno} unparsable: {error.msg}"
         edits = edits_from(before, changed)
         assert apply_edits(before, edits) == rewrite.after  # what is offered is what the codemod made
-        patches.append(_patch(finding, rewrite, edits, params, last=rewrite is rewrites[-1]))
+        patches.append(_patch(ctx, finding, rewrite, edits, params, last=rewrite is rewrites[-1]))
         before = dict(rewrite.after)
     return Series(tuple(patches), Playbook.name)
 
 
-def _patch(finding: Finding, rewrite: Rewrite, edits: Any, params: Mapping[str, Any], last: bool) -> Patch:
+def _patch(
+    ctx: ProposeContext, finding: Finding, rewrite: Rewrite, edits: Any, params: Mapping[str, Any], last: bool
+) -> Patch:
+    """What it may save: of its finding, and all of those that it answers in passing. Findings share no time, so these add."""
     bound = finding.bound_us if finding.bound_us is not None else 0.0
     predicted = rewrite.predicted_us if rewrite.predicted_us is not None else (bound if last else 0.0)
+    predicted = max(0.0, min(predicted, bound))
+    others = [f for f in ctx.findings if _answered_too(f, finding, rewrite)] if predicted else []
     return Patch(
         edits=edits,
-        finding_ids=(finding.id,),
+        finding_ids=(finding.id, *(f.id for f in others)),
         mechanism=rewrite.mechanism,
-        predicted_us=max(0.0, min(predicted, bound)),
+        predicted_us=predicted + sum(f.bound_us or 0.0 for f in others),
         per=finding.per,
         title=rewrite.title,
         invariants=rewrite.invariants,
         params={**params, **rewrite.params},
         activation=rewrite.activation,
     )
+
+
+def _answered_too(other: Finding, finding: Finding, rewrite: Rewrite) -> bool:
+    named = other.status is Status.FOUND and bool({other.rule, other.id} & set(rewrite.also))
+    return named and other.id != finding.id and other.per == finding.per and other.bound_us is not None
 
 
 def _as_dict(finding: Finding) -> dict[str, Any]:

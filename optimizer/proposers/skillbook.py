@@ -62,6 +62,7 @@ class Rewrite:
     params: dict[str, Any]
     activation: dict[str, Any] | None
     title: str
+    also: tuple[str, ...] = ()  # rules or ids of further findings that it answers, where they were found
 
 
 def load_all(folders: Iterable[Path] = (BUILT_IN,)) -> dict[str, Skill]:
@@ -174,6 +175,7 @@ def run(skill: Skill, sources: Mapping[str, str], finding: dict[str, Any]) -> li
                 params=dict(step.get("params", {})),
                 activation=step.get("activation"),
                 title=step.get("title", skill.description.split(". ")[0]),
+                also=tuple(step.get("also", ())),
             )
         )
         before = after

@@ -280,6 +280,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
     now |= changed
     graphs = _member(changed, "Replay decode steps as CUDA graphs, one per bucket of batch sizes", finding.get("bound_us"),
                    "every tensor of a decode step lies at the same address in each step", "rows that fill a bucket repeat the first sequence")  # fmt: skip
+    graphs["also"] = ["autograd-recording", "redundant-copies", "step-invariant-work", "unfused-chains", "split-products", "python-time", "allocations"]  # their host time: a replay has none
     graphs["activation"] = {
         "appear": [{"row": "cudaGraphLaunch", "phase": "decode", "ranks": "all"}],
         "vanish": [{"row": "cudaLaunchKernel*", "phase": "decode", "ranks": "all", "fewer": True}],

@@ -223,6 +223,15 @@ if triton is not None:
 '''
 
 
+# Between the product of q, k and v and attention nothing else is left: these lose what they had there.
+ALSO = {
+    "norm, rotation and cache write of heads": (
+        "unfused-chains:rmsnorm", "unfused-chains:rotary-embedding-with-cache-lookup", "unfused-chains:kv-cache-write",
+        "redundant-copies", "step-invariant-work",
+    )
+}  # fmt: skip
+
+
 def propose(sources: dict[str, str], finding: dict) -> dict:
     """One patch: the part that the finding names, or the first that applies."""
     name = str(finding.get("id", "")).partition(":")[2]
@@ -241,6 +250,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
             "predicted_us": finding.get("bound_us"),
             "invariants": ["rounds where the operators round", "rows are contiguous, or the operators are used"],
             "params": {"part": part},
+            "also": list(ALSO.get(part, ())),
             "activation": {"appear": [{"row": row, "phase": "decode", "ranks": "all"}], "vanish": []},
         }
     return {"declined": "; ".join(whys)}

@@ -17,12 +17,13 @@ import pytest
 from optimizer.confine.launch import launch
 from optimizer.gates import policy
 from optimizer.patching import changed_lines
-from optimizer.proposers import get, skillbook
+from optimizer.proposers import Budget, ProposeContext, get, skillbook
 from optimizer.proposers.base import MAX_FILES, MAX_LINES
 from optimizer.proposers.playbook import Playbook
 from optimizer.target import load_target
 from optimizer.traffic.client import Request
-from optimizer.types import LaunchSpec
+from optimizer.types import LaunchSpec, Series
+from trace_diff.types import Finding, Status
 
 ORDER = ("merge-projections", "cuda-graph-capture", "fused-kernels", "fused-kernels", "fused-kernels", "skinny-gemm", "skinny-gemm", "overlap-scheduling", "inference-mode")
 MADE_FOR_GPUS = ("cuda-graph-capture", "paged-attention-backend", "fused-kernels", "skinny-gemm")
@@ -291,3 +292,25 @@ def test_several_ranks_launch_ahead_alike(engine_sources, act, repo, tmp_path) -
             logs[name] = server.log_path.read_text("utf-8", "replace").split("\n")
     assert found["ahead"] == found["plain"]
     assert sum(line.startswith("ahead") for line in logs["ahead"]) > 2 * 60, "two ranks, each ahead in most steps"
+
+
+def test_what_a_patch_answers_in_passing_adds_to_what_it_may_save(engine_sources) -> None:
+    """One graph launch takes the host time of every operator with it, whatever rule counted it."""
+    found = [
+        Finding(name, name.partition(":")[0], status, name, bound_us=us, per=per)
+        for name, status, us, per in (
+            ("launch-bound-decode", Status.FOUND, 17_000.0, "token"),
+            ("autograd-recording", Status.FOUND, 12_000.0, "token"),
+            ("unfused-chains:rmsnorm", Status.FOUND, 2_000.0, "token"),
+            ("roofline-gap", Status.FOUND, 1_000.0, "token"),  # products take what they took
+            ("split-products", Status.FOUND, 800.0, "request"),
+            ("redundant-copies", Status.NOT_FOUND, None, "token"),
+            ("allocations", Status.FOUND, None, "token"),
+        )
+    ]
+    playbook = Playbook(only=["cuda-graph-capture"], device="cuda", tp=1)
+    series = playbook.propose(ProposeContext(engine_sources, found, budget=Budget(token_us=60_000.0, margin=0.02)))
+    assert isinstance(series, Series)
+    assert [p.predicted_us for p in series.patches] == [0.0, 31_000.0, 0.0]
+    assert series.patches[1].finding_ids == ("launch-bound-decode", "autograd-recording", "unfused-chains:rmsnorm")
+    assert series.patches[2].finding_ids == ("launch-bound-decode",)
