@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reports import baselines, diff_page, terminal
+from reports import baselines, tables, terminal
 from reports.baselines import BaselineTrace
 from reports.text import micro
 
@@ -39,9 +39,9 @@ class Demo:
     analyses: tuple[Analysis, ...]
     diff: Diff
     findings: tuple[Finding, ...]
-    ablation: diff_page.Table
+    ablation: tables.Table
     sentences: tuple[str, ...]
-    published: diff_page.Table
+    published: tables.Table
 
 
 def build(root: Path = baselines.ROOT) -> Demo:
@@ -61,7 +61,7 @@ def build(root: Path = baselines.ROOT) -> Demo:
 
 def why(
     traces: dict[str, BaselineTrace], analyses: Sequence[Analysis], findings: Sequence[Finding]
-) -> tuple[diff_page.Table, tuple[str, ...]]:
+) -> tuple[tables.Table, tuple[str, ...]]:
     """The one-change-at-a-time table of clean timings, and what the trace of the unpatched engine predicted."""
     base = traces[BASE].clean
     start = float(base["wall_ms"])
@@ -73,15 +73,15 @@ def why(
         "elsewhere, the gain was credited to removing .item()."
     )
     columns = ("wall", "95 %", "tok/s", "saved per token", "samples")
-    table = diff_page.Table("One change at a time", note, columns, tuple(lines), "generated engine")
+    table = tables.Table("One change at a time", note, columns, tuple(lines), "generated engine")
     return table, tuple(_sentences(base, start, analyses[0], findings))
 
 
-def _ablation_line(label: str, data: dict[str, Any], start: float | None) -> diff_page.Line:
+def _ablation_line(label: str, data: dict[str, Any], start: float | None) -> tables.Line:
     low, high = data["wall_ms_95"]
     saved = "" if start is None else micro((start - data["wall_ms"]) / TOKENS * 1000)
     cells = (f"{data['wall_ms']:.0f} ms", f"{low:.0f} to {high:.0f}", f"{data['tok_s']:.1f}", saved, str(data["n"]))
-    return diff_page.Line(label, tuple(diff_page.Cell(c) for c in cells))
+    return tables.Line(label, tuple(tables.Cell(c) for c in cells))
 
 
 def _sentences(base: dict[str, Any], start: float, analysis: Analysis, findings: Sequence[Finding]) -> list[str]:
@@ -103,7 +103,7 @@ def _sentences(base: dict[str, Any], start: float, analysis: Analysis, findings:
     return out
 
 
-def published_table(root: Path = baselines.ROOT) -> diff_page.Table:
+def published_table(root: Path = baselines.ROOT) -> tables.Table:
     """Published MetaInfer rows as a context table."""
     rows = baselines.published(root)
     lines = []
@@ -113,10 +113,10 @@ def published_table(root: Path = baselines.ROOT) -> diff_page.Table:
             r.mode, f"TP={v['tp']}", *(("n/a" if v[k] is None else f"{v[k]:g}") for k in ("tok_s", "wall_ms", "self_cpu_ms", "self_cuda_ms")),
             r.hardware, r.source,
         )  # fmt: skip
-        lines.append(diff_page.Line(r.engine, tuple(diff_page.Cell(c) for c in cells)))
+        lines.append(tables.Line(r.engine, tuple(tables.Cell(c) for c in cells)))
     note = "Published by the MetaInfer project, other hardware, most of them single runs: context, never a threshold."
     columns = ("mode", "TP", "tok/s", "wall ms", "self CPU ms", "self CUDA ms", "hardware", "source")
-    return diff_page.Table("Published figures", note, columns, tuple(lines), "engine")
+    return tables.Table("Published figures", note, columns, tuple(lines), "engine")
 
 
 def print_to(console: Any, demo: Demo) -> None:

@@ -1,24 +1,23 @@
 """The view of a comparison: the tables that terminal, Markdown and HTML all show, as plain values.
 
-Built from `trace_diff`'s Diff, Analyses and Findings; formats and sorts, computes nothing that they do not
-say. Not for: drawing (templates, `terminal`), timelines (`timeline`).
+Built from `trace_diff`'s Diff and Analyses; formats and sorts, computes nothing that they do not say. Not for: tables
+of single traces (`trace_tables`), findings (`finding_words`), drawing (templates, `terminal`), timelines (`timeline`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reports import palette
+from reports import palette, trace_tables
+from reports.tables import Cell, Line, Table, count, percent
 from reports.text import micro
 
 if TYPE_CHECKING:
     from trace_diff.analysis import Analysis
     from trace_diff.compare import CategoryRow, Diff
     from trace_diff.groups import GroupCell
-    from trace_diff.types import Breakdown, Finding
 
 SMALL = 0.004  # rows below this share of every engine's wall are summed into one
 KINDS = {
@@ -27,33 +26,6 @@ KINDS = {
     "cpu": ("Host time by category", "Self time of the step thread per step; overlaps with the first table."),
 }
 _COUNT_ORDER = ("kernel_launches", "graph_launches", "host_reads", "d2h_copies", "h2d_copies", "allocations", "collectives")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One number of one engine: `text`, a smaller `sub`, and its share of the engine's wall."""
-
-    text: str
-    sub: str = ""
-    share: float | None = None
-    best: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    name: str
-    cells: tuple[Cell, ...]
-    colour: str = ""
-    role: str = ""  # "sum", "group" or ""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    title: str
-    note: str
-    columns: tuple[str, ...]
-    lines: tuple[Line, ...]
-    first: str = ""  # head of the first column
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +75,9 @@ def build(diff: Diff, analyses: Sequence[Analysis] = ()) -> DiffPage:
         notes=[*diff.notes, *_coverage(diff)],
     )
     page.lead = lead(diff)
-    page.kernels = [t for a in kept if (t := _kernels(a))]
-    page.syncs = [t] if (t := _syncs(kept)) else []
-    page.ranks = [t] if (t := _ranks(kept)) else []
+    page.kernels = [t for a in kept if (t := trace_tables.kernels(a))]
+    page.syncs = [t] if (t := trace_tables.syncs(kept)) else []
+    page.ranks = [t] if (t := trace_tables.ranks(kept)) else []
     return page
 
 
@@ -204,10 +176,6 @@ def _time(us: float | None, wall: float, best: bool = False) -> Cell:
     return Cell(micro(us), percent(share), min(share, 1.0), best and us > 0)
 
 
-def percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
-
-
 def _count_table(diff: Diff) -> list[Table]:
     names = list(dict.fromkeys(n for e in diff.engines for n in e.counts))
     names.sort(key=lambda n: (_COUNT_ORDER.index(n) if n in _COUNT_ORDER else 99, n))
@@ -218,12 +186,6 @@ def _count_table(diff: Diff) -> list[Table]:
     ]
     columns = tuple(e.label for e in diff.engines)
     return [Table("Counts per step", "", columns, tuple(lines), "what")] if lines else []
-
-
-def count(value: float | None) -> str:
-    if value is None:
-        return "n/a"
-    return f"{value:,.0f}" if abs(value - round(value)) < 0.05 else f"{value:,.1f}"
 
 
 def layer_table(diff: Diff) -> Table:
@@ -290,118 +252,3 @@ def _context(diff: Diff) -> Table | None:
     columns = (*(n.replace("_", " ") for n in names), "not compared because")
     note = "Another cell was measured: counts per step only, no times, no findings, no difference."
     return Table("Context: structure only", note, columns, lines, "trace")
-
-
-def _kernels(a: Analysis, limit: int = 12) -> Table | None:
-    """The dearest names of the typical step."""
-    seq = a.sequence
-    if seq is None or not len(seq):
-        return None
-    per: dict[str, list[float]] = {}
-    for name, dur in zip(seq.names, seq.dur_ns.tolist(), strict=True):
-        entry = per.setdefault(name, [0, 0.0])
-        entry[0] += 1
-        entry[1] += dur / 1000
-    classes = dict(zip(seq.names, seq.classes, strict=True))
-    whole = sum(us for _, us in per.values()) or 1.0
-    top = sorted(per.items(), key=lambda kv: -kv[1][1])[:limit]
-    lines = tuple(
-        Line(kernel_name(n), (Cell(count(c)), Cell(micro(us), percent(us / whole)), Cell(micro(us / c))), palette.colour(classes[n]))
-        for n, (c, us) in top
-    )
-    what = "kernels" if seq.device == "gpu" else "operators"
-    return Table(f"Top {what}: {a.label}", "", ("per step", "time per step", "each"), lines, what[:-1])
-
-
-def kernel_name(name: str) -> str:
-    """A C++ kernel name without return type, namespace noise and arguments; template parameters stay."""
-    text = re.sub(r"^void\s+", "", name.strip()).replace("(anonymous namespace)::", "")
-    depth, start = 0, 0
-    for at, c in enumerate(text):
-        if c == "<":
-            depth += 1
-        elif c == ">" and depth:
-            depth -= 1
-        elif depth == 0 and c == " " and text[start:at].endswith("::type"):
-            start = at + 1  # what came before was std::enable_if<...>::type, the return type
-        elif depth == 0 and c == "(":
-            text = text[:at]
-            break
-    text = text[start:].replace("at::native::", "") or name
-    return text if len(text) <= 100 else text[:99] + "…"
-
-
-def _syncs(kept: Sequence[Analysis], limit: int = 8) -> Table | None:
-    lines: list[Line] = []
-    for a in kept:
-        syncs = sorted(a.breakdown.syncs, key=lambda s: (-s.starves_ns, -s.blocked_ns))[:limit]
-        if syncs:
-            lines.append(Line(a.label, (), role="group"))
-        for s in syncs:
-            cells = (count(s.per_step), micro(s.blocked_ns / 1000), micro(s.starves_ns / 1000), s.site or "no stack recorded")
-            lines.append(Line(s.op, tuple(Cell(c) for c in cells)))
-    note = "Calls in which the host waits for the device. Only the time that starves the GPU could be saved."
-    columns = ("per step", "host blocked", "starves the GPU", "where")
-    return Table("Host waits", note, columns, tuple(lines), "call") if lines else None
-
-
-def _ranks(kept: Sequence[Analysis]) -> Table | None:
-    lines: list[Line] = []
-    for a in kept:
-        if len(a.breakdowns) > 1:
-            lines.append(Line(a.label + _late(a), (), role="group"))
-            lines += [_rank(r, b, a.slowest) for r, b in sorted(a.breakdowns.items())]
-    note = "Waiting is time spent in collectives for peers that arrive later; transfer is the rest."
-    columns = ("step wall", "GPU busy", "collectives", "waiting", "transfer")
-    return Table("Ranks", note, columns, tuple(lines), "rank") if lines else None
-
-
-def _late(a: Analysis) -> str:
-    """Who is late and what it was doing, where the collectives say so."""
-    late = a.collectives.late if a.collectives is not None else None
-    if late is None:
-        return ""
-    return f": rank {late.rank} is late, {micro(late.wait_ns / 1000)} per step ({late.cause})"
-
-
-def _rank(rank: int, b: Breakdown, slowest: int) -> Line:
-    def total(values: Iterable[float | None]) -> float | None:
-        known = [v for v in values if v is not None]
-        return sum(known) / 1000 if known else None
-
-    wall, wait = total(c.wall_ns for c in b.collectives), total(c.wait_ns for c in b.collectives)
-    move = total(c.transfer_ns for c in b.collectives)
-    busy = None if b.gpu_busy_ns is None else b.gpu_busy_ns / 1000
-    cells = tuple(Cell("n/a" if v is None else micro(v)) for v in (b.wall_ns / 1000, busy, wall, wait, move))
-    return Line(f"{rank}{' (sets the pace)' if rank == slowest else ''}", cells)
-
-
-def order(findings: Iterable[Finding]) -> list[Finding]:
-    """Found first, dearest first; then what could not be looked at; then what is not there."""
-    rank = {"found": 0, "could_not_look": 1, "not_found": 2}
-    return sorted(findings, key=lambda f: (rank[str(f.status)], -(f.bound_us or 0.0)))  # else in find()'s order
-
-
-def bound(f: Finding) -> str:
-    """What fixing it could save at most, in words."""
-    if f.bound_us is None:
-        return "no bound"
-    return f"at most {micro(f.bound_us)} per {f.per}" if f.bound_us >= 0.5 else "no saving of its own"
-
-
-def evidence_keys(rows: Sequence[dict[str, Any]], limit: int = 6) -> list[str]:
-    """Columns of an evidence table: the keys that occur, in order of appearance."""
-    return list(dict.fromkeys(k for row in rows[:20] for k in row))[:limit]
-
-
-def evidence_value(value: object) -> str:
-    """One evidence value as text; numbers with few digits."""
-    if isinstance(value, bool) or value is None:
-        return "" if value is None else str(value).lower()
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {evidence_value(v)}" for k, v in list(value.items())[:6])
-    if isinstance(value, list | tuple):
-        return ", ".join(evidence_value(v) for v in value[:8])
-    return str(value)

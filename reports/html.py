@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from markupsafe import Markup, escape
 
-from reports import diff_page, figures, markdown, run_data, run_page, run_traces, timeline
+from reports import (
+    diff_page,
+    figures,
+    finding_words,
+    markdown,
+    run_data,
+    run_page,
+    run_traces,
+    tables,
+    timeline,
+)
 from reports.text import clip, micro
 
 if TYPE_CHECKING:
@@ -58,9 +68,9 @@ def environment(*folders: Path) -> jinja2.Environment:
         "diff": _diff,
         "micro": micro,
         "toks": run_page.tok_s,
-        "bound": diff_page.bound,
-        "keys": diff_page.evidence_keys,
-        "value": diff_page.evidence_value,
+        "bound": finding_words.bound,
+        "keys": finding_words.evidence_keys,
+        "value": finding_words.evidence_value,
     }
     return env
 
@@ -94,8 +104,8 @@ def comparison(
     analyses: Sequence[Analysis] = (),
     title: str = "",
     intro: Sequence[str] = (),
-    extra: Sequence[diff_page.Table] = (),
-    published: diff_page.Table | None = None,
+    extra: Sequence[tables.Table] = (),
+    published: tables.Table | None = None,
 ) -> Path:
     """Write one comparison to `out` (an .html file). With `analyses` it has timelines, kernels, syncs and ranks."""
     page = diff_page.build(diff, analyses)
@@ -109,7 +119,7 @@ def comparison(
         intro=list(intro),
         extra=list(extra),
         diff=page,
-        findings=diff_page.order(findings),
+        findings=finding_words.order(findings),
         published=published,
     )
     return out
@@ -151,7 +161,7 @@ def run_html(view: RunView, **live: Any) -> bytes:
         title=view.page.title,
         page=view.page,
         diff=view.diff,
-        findings=diff_page.order(view.traces.findings),
+        findings=finding_words.order(view.traces.findings),
         notes=view.traces.notes,
         waterfall=_svg(view.drawn["waterfall"]) if "waterfall" in view.drawn else None,
         calibration=_svg(view.drawn["calibration"]) if "calibration" in view.drawn else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from reports import diff_page
+from reports import diff_page, finding_words, tables
 from reports.text import clip, micro
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def _rows(head: Sequence[str], rows: Iterable[Sequence[str]], numbers_from: int 
     return [f"| {' | '.join(r)} |" for r in (head, marks, *rows)]
 
 
-def _table(t: diff_page.Table) -> list[str]:
+def _table(t: tables.Table) -> list[str]:
     out = [f"### {cell(t.title)}", ""]
     if t.note:
         out += [t.note, ""]
@@ -43,11 +43,11 @@ def _table(t: diff_page.Table) -> list[str]:
 
 
 def _findings(found: Iterable[Finding]) -> list[str]:
-    ordered = diff_page.order(found)
+    ordered = finding_words.order(found)
     hits = [f for f in ordered if f.status == "found"]
     out = ["## Findings", "", "Each saving is an upper bound.", ""]
     rows = [
-        [diff_page.bound(f), cell(f.title), cell(f.id), cell(", ".join(f.skills))]
+        [finding_words.bound(f), cell(f.title), cell(f.id), cell(", ".join(f.skills))]
         for f in hits
     ]
     out += _rows(["could save", "finding", "id", "answered by"], rows, numbers_from=9) if hits else ["Nothing found."]

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from reports import diff_page
+from reports import diff_page, finding_words, tables
 from reports.text import clip, short
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _engines(page: diff_page.DiffPage) -> Table:
     return table
 
 
-def table(t: diff_page.Table) -> Table:
+def table(t: tables.Table) -> Table:
     """One table of the view."""
     out = Table(title=f"\n{short(t.title, 100)}", title_justify="left", title_style="bold", box=None, pad_edge=False,
                   caption=t.note or None, caption_justify="left")  # fmt: skip
@@ -64,7 +64,7 @@ def table(t: diff_page.Table) -> Table:
     return out
 
 
-def _cell(cell: diff_page.Cell, style: str) -> Text:
+def _cell(cell: tables.Cell, style: str) -> Text:
     text = Text(clip(cell.text, 200), style=style or ("green" if cell.best else ""))
     if cell.sub:
         text.append(f"  {short(cell.sub, 40):>5}", style="dim")
@@ -73,7 +73,7 @@ def _cell(cell: diff_page.Cell, style: str) -> Text:
 
 def findings(found: Iterable[Finding], *, limit: int | None = None) -> RenderableType:
     """What could be saved, dearest first, with bound, evidence and the skills that answer; then what is not there."""
-    ordered = diff_page.order(found)
+    ordered = finding_words.order(found)
     hits = [f for f in ordered if f.status == "found"]
     parts: list[RenderableType] = [Text("\nFindings", style="bold")]
     if not hits:
@@ -92,14 +92,14 @@ def findings(found: Iterable[Finding], *, limit: int | None = None) -> Renderabl
 
 
 def _finding(f: Finding) -> RenderableType:
-    head = Text.assemble((f"{diff_page.bound(f):>30}  ", "bold green"), (short(f.title, 110), "bold"), (f"  {f.id}", "dim"))
+    head = Text.assemble((f"{finding_words.bound(f):>30}  ", "bold green"), (short(f.title, 110), "bold"), (f"  {f.id}", "dim"))
     lines: list[RenderableType] = [head]
     if f.inferred:
         lines.append(Text(f"{'':32}inferred", style="dim"))
     for row in f.evidence[:3]:
         rest = [(k, v) for k, v in row.items() if k != "what" and v not in (None, "")][:5]
         words = f"{row['what']}: " if row.get("what") else ""
-        words += ", ".join(f"{k.replace('_', ' ')} {diff_page.evidence_value(v)}" for k, v in rest)
+        words += ", ".join(f"{k.replace('_', ' ')} {finding_words.evidence_value(v)}" for k, v in rest)
         lines.append(Padding(Text(short(words, 200), style="dim"), (0, 0, 0, 32)))
     if f.skills:
         lines.append(Padding(Text(f"answered by {', '.join(f.skills)}"), (0, 0, 0, 32)))
@@ -114,12 +114,12 @@ def explain(f: Finding) -> RenderableType:
     if f.missing:
         parts.append(Text(f"missing evidence: {', '.join(f.missing)}"))
     parts += [Text(f"note: {n}") for n in f.notes]
-    keys = diff_page.evidence_keys(f.evidence)
+    keys = finding_words.evidence_keys(f.evidence)
     if keys:
         table = Table(box=None, pad_edge=False, title="\nEvidence", title_justify="left", title_style="bold")
         for k in keys:
             table.add_column(short(k, 30), overflow="fold")
         for row in f.evidence[:40]:
-            table.add_row(*[Text(clip(diff_page.evidence_value(row.get(k)), 160)) for k in keys])
+            table.add_row(*[Text(clip(finding_words.evidence_value(row.get(k)), 160)) for k in keys])
         parts.append(table)
     return Group(*parts)
