@@ -1,4 +1,4 @@
-"""The offline proposer: the dearest finding, its skills in order, the first that gives a patch worth trying.
+"""The offline proposer: of what skills can do about the findings, that which answers most of the step's time.
 
 Deterministic: the same findings, sources, history and knowledge give the same series. Accepted knowledge
 changes the order, the parameters and what is skipped. Not for: loading skills (skillbook.py) or timing.
@@ -49,13 +49,19 @@ class Playbook:
         self.skills = {name: skill for name, skill in known.items() if name in names and name in fits}
 
     def propose(self, ctx: ProposeContext) -> Series | Declined:
-        """The first series worth trying, or every reason why there is none."""
+        """The series that answers most, what is proven before what is only bounded; or every reason why there is none."""
         refusals: list[Refusal] = []
+        best: tuple[float, Series] | None = None
         for finding, skill, entry in self._candidates(ctx):
             answer = self._try(ctx, finding, skill, entry)
-            if isinstance(answer, Series):
+            if isinstance(answer, str):
+                refusals.append(Refusal(finding.id, skill.name, answer))
+            elif entry is not None:
                 return answer
-            refusals.append(Refusal(finding.id, skill.name, answer))
+            elif best is None or _worth(ctx, finding, skill, answer) > best[0]:
+                best = _worth(ctx, finding, skill, answer), answer
+        if best is not None:
+            return best[1]
         return Declined(self.name, tuple(refusals), "" if refusals else "no finding that a skill answers")
 
     def _candidates(self, ctx: ProposeContext) -> Iterator[tuple[Finding, Skill, Entry | None]]:
@@ -136,6 +142,13 @@ def _reach(ctx: ProposeContext, finding: Finding, skill: Skill) -> float | str |
     if not bounds:
         return finding.bound_us
     return max(bounds) if finding.bound_us is None else min(finding.bound_us, max(bounds))
+
+
+def _worth(ctx: ProposeContext, finding: Finding, skill: Skill, series: Series) -> float:
+    """Bounds of all findings that the series answers; of the first what the skill reaches of it."""
+    reach = _reach(ctx, finding, skill)
+    cited = {name for patch in series.patches for name in patch.finding_ids} - {finding.id}
+    return (reach if isinstance(reach, float | int) else -1.0) + sum(f.bound_us or 0.0 for f in ctx.findings if f.id in cited)
 
 
 def _variants(skill: Skill, entry: Entry | None) -> list[dict[str, Any]]:

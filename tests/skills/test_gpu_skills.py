@@ -314,3 +314,16 @@ def test_what_a_patch_answers_in_passing_adds_to_what_it_may_save(engine_sources
     assert [p.predicted_us for p in series.patches] == [0.0, 31_000.0, 0.0]
     assert series.patches[1].finding_ids == ("launch-bound-decode", "autograd-recording", "unfused-chains:rmsnorm")
     assert series.patches[2].finding_ids == ("launch-bound-decode",)
+
+
+def test_the_series_that_answers_most_comes_first_not_the_dearest_single_finding(engine_sources, act) -> None:
+    bounds = {"roofline-gap": 1_050.0, "redundant-copies": 690.0, "unfused-chains:rmsnorm": 420.0, "unfused-chains:rotary-embedding-with-cache-lookup": 220.0}
+    found = [Finding(name, name.partition(":")[0], Status.FOUND, name, bound_us=us, skills=("skinny-gemm" if "roof" in name else "fused-kernels",)) for name, us in bounds.items()]
+    playbook = Playbook(only=["fused-kernels", "skinny-gemm", "merge-projections"], device="cuda", tp=1)
+    sources, titles = act(act(engine_sources, "cuda-graph-capture"), "fused-kernels"), []
+    for _ in range(2):
+        series = playbook.propose(ProposeContext(sources, found, budget=Budget(token_us=8_000.0, margin=0.02)))
+        assert isinstance(series, Series)
+        titles.append((series.patches[-1].title, series.patches[-1].predicted_us))
+        sources = act(sources, "fused-kernels", id="unfused-chains:rotary")
+    assert titles == [("One kernel for norm, rotation and cache write of heads", 1_330.0), ("Products of few rows at the memory bandwidth", 1_050.0)]
