@@ -1,7 +1,7 @@
 """Noise of paired launches: three models and what was recorded on a real machine. Only draws numbers.
 
 A launch's log time = drift (AR(1)) + launch offset + block noise + now and then a slow outlier (exponential).
-`quiet`, `typical` and `noisy` use the spreads that the literature on the loop's rules was simulated with;
+`device_bound` is a GPU that never waits for its host; `quiet`, `typical` and `noisy` use the spreads that the literature on the loop's rules was simulated with;
 `oversubscribed` is a CPU with more ranks than cores. A pair is two launches in random order; a gain is
 ln(a / b). Not for: rules (`decision_rules.py`).
 """
@@ -43,6 +43,7 @@ class Noise:
 
 
 MODELS = {
+    "device_bound": Noise(0.001, 0.001, 0.0005, 0.02, 0.03),  # steps launched ahead on a GPU: the host's noise is hidden
     "quiet": Noise(0.004, 0.003, 0.002, 0.01, 0.04),
     "typical": Noise(0.010, 0.006, 0.004, 0.05, 0.08),
     "noisy": Noise(0.025, 0.015, 0.008, 0.10, 0.08),

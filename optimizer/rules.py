@@ -48,6 +48,8 @@ class Rule:
 
     looks: Mapping[Stage, tuple[Look, ...]]
     margin_floor: float = MARGIN_FLOOR
+    quiet_floor: float = MARGIN_FLOOR  # where `quiet_sds` SDs of the paired log-ratio are less than `margin_floor`, they are
+    quiet_sds: float = 0.0  # the floor, but never less than this
     margin_sds: float = 0.0  # margin is at least this many SDs of the paired log-ratio
     bias_ses: float = 0.0  # of the A/A bias, what exceeds this many of its standard errors counts
     why: str = ""
@@ -77,6 +79,8 @@ RULES: dict[str, Rule] = {
             Stage.CONFIRM: (*_QUICK_EARLY, Look(0, 0.1)),
         },
         margin_floor=0.03,
+        quiet_floor=0.01,
+        quiet_sds=4.0,
         margin_sds=0.25,
         bias_ses=1.0,
         why="few cells, a larger margin: screen 2 (p < 0.3), decide 6 and confirm 8 (p < 0.1), large effects after 1, 2 and 2",
@@ -170,7 +174,8 @@ def procedure(
 
 
 def margin_for(rule: Rule, device: str, tp: int, log_sd: float, bias: float, pairs: int) -> float:
-    """Largest of the rule's floor, twice the A/A bias, its share of the SD, and 2 % for CPU ranks that share cores.
+    """Largest of the rule's floor (lower where hardly anything moves), twice the A/A bias, its share of the SD, and 2 % for
+    CPU ranks that share cores.
 
     `full` counts the whole bias: counting only what exceeds its standard error would buy power on noisy machines
     (+10 %: 64 instead of 42 %), but with a real bias of 2 % a no-op would be accepted in 15 instead of 3 sessions of
@@ -178,7 +183,8 @@ def margin_for(rule: Rule, device: str, tp: int, log_sd: float, bias: float, pai
     """
     shared_cores = MARGIN_CPU_TP if device == "cpu" and tp > 1 else 0.0
     sure_bias = max(0.0, abs(bias) - rule.bias_ses * log_sd / math.sqrt(pairs))
-    return max(rule.margin_floor, 2 * sure_bias, rule.margin_sds * log_sd, shared_cores)
+    floor = min(rule.margin_floor, max(rule.quiet_floor, rule.quiet_sds * log_sd))
+    return max(floor, 2 * sure_bias, rule.margin_sds * log_sd, shared_cores)
 
 
 def sizes_of(protocol: Protocol | None) -> dict[Stage, int]:

@@ -107,7 +107,9 @@ def test_the_margin_follows_bias_device_and_protocol():
     assert accept.calibrate(quiet, "cpu", 4).margin == 0.02
     biased = pairs([0.031, 0.029, 0.0305, 0.0295, 0.03, 0.03], Stage.CALIBRATE)
     assert accept.calibrate(biased, "cuda", 1).margin == pytest.approx(0.06, rel=0.02)
-    assert accept.calibrate(quiet, "cuda", 1, QUICK).margin == 0.03
+    assert accept.calibrate(quiet, "cuda", 1, QUICK).margin == 0.01, "hardly anything moves"
+    assert rules.margin_for(rules.RULES["quick"], "cuda", 1, 0.005, 0.0, 4) == pytest.approx(0.02)
+    assert rules.margin_for(rules.RULES["quick"], "cuda", 1, 0.01, 0.0, 4) == 0.03
 
 
 def test_the_minimum_detectable_effect_is_detected_four_times_in_five():
