@@ -132,7 +132,7 @@ def _row(item: Item, folder: Path, path: str) -> QueueRow:
         tag=entry.status.value if entry.helps else f"{entry.status.value}: no effect",
         kind="parked" if entry.status is Status.IMPORTED else "undecided",
         mechanism=entry.mechanism,
-        gain=effect(entry),
+        gain=review.effect(entry),
         where=_where(entry.scope),
         blocks=sum(p.blocking for p in found),
         notes=sum(not p.blocking for p in found),
@@ -154,14 +154,6 @@ def _parked_row(item: Parked, path: str) -> QueueRow:
         notes=0,
         origin=f"run {item.run.name}",
     )
-
-
-def effect(entry: Entry) -> str:
-    """The gain in one line."""
-    gain = entry.gain.marginal or entry.gain.series
-    if not entry.helps:
-        return "no effect shown"
-    return review.percent(gain) if gain else "not measured here"
 
 
 def _origin(item: Item) -> str:
@@ -191,7 +183,7 @@ def entry(item: Item, folder: Path) -> EntryView:
         entry=found,
         origin=_origin(item),
         in_run=item.run is not None,
-        effect=effect(found),
+        effect=review.effect(found),
         problems=tuple(sorted(review.problems(item, folder), key=lambda p: not p.blocking)),
         gains=review_evidence.chart(review_evidence.gains(found), about.margin),
         stages=review_evidence.chart(about.stages, about.margin),

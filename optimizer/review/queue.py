@@ -217,11 +217,16 @@ def table(items: list[Item]) -> Table:
         shown.add_column(name, overflow="fold")
     for item in items:
         entry = item.entry
-        gain = entry.gain.marginal or entry.gain.series
         where = ", ".join(f"{k} {v[0]}" for k in ("engine", "tp", "device") if (v := getattr(entry.scope, k))) or "unknown"
-        effect = ("no effect shown" if not entry.helps else "not measured here") if gain is None or not entry.helps else percent(gain)
-        shown.add_row(escape(entry.id), entry.status.value, escape(entry.mechanism), effect, escape(where))
+        shown.add_row(escape(entry.id), entry.status.value, escape(entry.mechanism), effect(entry), escape(where))
     return shown
+
+
+def effect(entry: Entry) -> str:
+    """What was measured, in one line; an entry may advise against what was faster (a guard that got worse)."""
+    gain = entry.gain.marginal or entry.gain.series
+    measured = percent(gain) if gain else "not measured here"
+    return measured if entry.helps else f"advises against: {measured}"
 
 
 def percent(gain: Gain) -> str:

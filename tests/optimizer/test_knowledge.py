@@ -359,3 +359,10 @@ def test_an_agent_reads_where_a_fast_path_is_and_is_told_what_to_ask_first() -> 
     rows = json.loads(Toolbox(ProposeContext(SOURCES, FOUND, knowledge=(known, entry("l"))), {}, "me").call("knowledge", {}))
     assert rows[0]["source_refs"] == [ref.model_dump()] and rows[0]["remaining_gaps"] == ["the sampler"]
     assert "exist here" in rows[0]["ask_first"] and "ask_first" not in rows[1]
+
+
+def test_an_entry_that_advises_against_what_was_faster_shows_both() -> None:
+    gain = knowledge.Gain(ratio=0.949, ci95=(0.929, 0.969), pairs=4)
+    against = entry("g", helps=False, gain=knowledge.Gains(marginal=gain))
+    assert review.effect(against) == "advises against: +5.4% [+3.2%, +7.6%]"
+    assert review.effect(entry("n", helps=False)) == "advises against: not measured here"
