@@ -20,27 +20,10 @@ from typing import Any
 
 import torch
 
+from optimizer.start import MODELS
 from optimizer.traffic.client import Client, Request
 
-QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
+QWEN3_8B: dict[str, Any] = json.loads((MODELS / "qwen3-8b" / "config.json").read_text("utf-8"))
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:

@@ -12,7 +12,6 @@ drawn again from the run's seed, and another environment is calibrated anew. Wha
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -48,12 +47,9 @@ class Log(Terminal):
 
 def begin(options: argparse.Namespace) -> Run:
     """A new run; its weights are written on the way (16 GB, half a minute on 16 cores)."""
-    model = options.place / "qwen3-8b"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(QWEN3_8B, indent=1))
     return start.prepare(
         start.Options(
-            model=model, device="cuda", tp=options.tp, devices=options.gpu, protocol="quick", run_dir=options.place / "run",
+            model=Path("qwen3-8b"), load_format="dummy", device="cuda", tp=options.tp, devices=options.gpu, protocol="quick", run_dir=options.place / "run",
             budget_minutes=options.minutes, skills=options.skills, engine_args=f"--num-kv-blocks {PAGES}",
         )
     )  # fmt: skip

@@ -49,7 +49,8 @@ def optimize(
     target_dir: Annotated[Path | None, typer.Option("--target-dir", help="folder with a target.toml; this repository's engine/ if left out")] = None,
     python: Annotated[Path | None, typer.Option("--python", help="the target's interpreter; this one if left out")] = None,
     tp: Annotated[int | None, typer.Option("--tp", help="tensor-parallel ranks")] = None,
-    model: Annotated[Path | None, typer.Option("--model", help="Hugging Face model folder")] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Hugging Face model folder; with --load-format dummy also a name: qwen3-8b")] = None,
+    load_format: Annotated[str, typer.Option("--load-format", help="auto: the folder's weights, random ones where it has none; safetensors; dummy: random ones from the seed")] = "auto",
     device: Annotated[str | None, typer.Option("--device", help="cpu or cuda; cuda where there is a GPU")] = None,
     devices: Annotated[str | None, typer.Option("--devices", help="GPUs to use: 0,1")] = None,
     agent: Annotated[str, typer.Option("--agent", help="who proposes: playbook, claude, mcp, replay")] = "playbook",
@@ -77,7 +78,7 @@ def optimize(
     if context.invoked_subcommand is not None:
         return
     options = start.Options(
-        metric=target, goal=goal, target_dir=target_dir, python=python, tp=tp, model=model, device=device,
+        metric=target, goal=goal, target_dir=target_dir, python=python, tp=tp, model=model, load_format=load_format, device=device,
         devices=devices, agent=agent, protocol=protocol, attempts=attempts, budget_minutes=budget_minutes,
         max_rejections=max_rejections, max_usd=max_usd, gpu_minutes=gpu_minutes, seed=seed,
         sandbox=sandbox, unsafe_no_sandbox=unsafe_no_sandbox, accept_numeric_drift=accept_numeric_drift, guard_margins=tuple(guard_margin or ()), run_dir=run_dir, runs=runs, trust_skills=tuple(trust_skills or ()), engine_args=engine_args, skills=skills,

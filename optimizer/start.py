@@ -11,6 +11,7 @@ import secrets
 import shlex
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +29,8 @@ DEFAULT_MODEL = DEFAULT_TARGET / "tiny_qwen3"
 PROTOCOLS = ("quick", "full")
 MAX_REJECTIONS = 8  # in a row; a run that brings nothing ends
 MOST_MARGIN = 0.5  # that may be stated for a guard
+MODELS = Path(__file__).with_name("models")  # dimensions of models that can be named: a folder each, config.json alone
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 class Refused(Exception):
@@ -43,7 +46,8 @@ class Options:
     target_dir: Path | None = None
     python: Path | None = None
     tp: int | None = None
-    model: Path | None = None
+    model: Path | None = None  # a folder, or with load_format "dummy" the name of one in MODELS
+    load_format: str = "auto"  # "auto": the folder's weights, random ones where it has none
     device: str | None = None
     devices: str | None = None
     agent: str = "playbook"
@@ -84,7 +88,7 @@ def prepare(options: Options) -> Run:
     place = options.run_dir or options.runs / name
     if (place / "run.json").exists():
         raise Refused(f"{place} already holds a run; `optimize resume {place}` goes on with it")
-    model, weights_seed = _weights(model, place, seed)
+    model, weights_seed = _weights(options.load_format, model, place, seed)
     environment = fingerprint.fingerprint(device, level, devices)
     request = Request(
         id=name,
@@ -188,18 +192,32 @@ def _model(options: Options, target: Target) -> Path:
         if target.directory != DEFAULT_TARGET:
             raise Refused(f"--model is needed: the weights that {target.name} is to serve")
         model = DEFAULT_MODEL
+    if options.load_format not in LOAD_FORMATS:
+        raise Refused(f"--load-format {options.load_format}: there are {', '.join(LOAD_FORMATS)}")
+    named = MODELS / str(model).lower()
+    if not model.exists() and (named / "config.json").is_file():
+        if options.load_format != "dummy":
+            raise Refused(f"--model {model}: of that name only the dimensions are here; --load-format dummy draws random weights, or give its folder")
+        return named
     if not (model / "config.json").is_file():
-        raise Refused(f"--model {model}: no config.json there; give a Hugging Face model folder")
+        known = ", ".join(sorted(place.name for place in MODELS.iterdir()))
+        raise Refused(f"--model {model}: no config.json there; give a Hugging Face model folder, or with --load-format dummy one of: {known}")
+    if options.load_format == "safetensors" and not any(model.glob("*.safetensors")):
+        raise Refused(f"--load-format safetensors: no *.safetensors in {model}")
     return model.resolve()
 
 
-def _weights(model: Path, place: Path, seed: int) -> tuple[Path, int | None]:
-    """The model as it is, or where it has no weights a copy with random ones from the run's seed."""
-    if any(model.glob("*.safetensors")):
+def _weights(load_format: str, model: Path, place: Path, seed: int) -> tuple[Path, int | None]:
+    """The model as it is, or a copy with random weights from the run's seed: by its config.json, whatever it has stored."""
+    if load_format != "dummy" and any(model.glob("*.safetensors")):
         return model, None
     from optimizer.truth import weights
 
-    made = weights.write_random(model, place / "weights" / "dummy", seed).resolve()
+    with tempfile.TemporaryDirectory() as bare:
+        for path in model.iterdir():
+            if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
+                shutil.copyfile(path, Path(bare) / path.name)
+        made = weights.write_random(Path(bare), place / "weights" / "dummy", seed).resolve()
     shutil.copyfile(model / "config.json", place / run.MODEL_CONFIG)  # with the seed, all that it takes to have them again
     return made, seed
 

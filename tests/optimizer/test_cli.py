@@ -10,7 +10,7 @@ import loop_fakes as fake
 import pytest
 from loop_fakes import ENGINE, WEIGHTS, Fakes, new_run
 
-from optimizer import cli, seal
+from optimizer import cli, seal, start
 from optimizer.loop import Loop
 
 
@@ -63,7 +63,10 @@ def fake_args(*more: object) -> list[object]:
         (fake_args("--trust-skills", "/nowhere"), "--trust-skills /nowhere: no such folder"),
         (fake_args("--agent-option", "model"), "--agent-option model: give KEY=VALUE"),
         (["--target-dir", ENGINE], "--model is needed"),
-        (["--target-dir", ENGINE, "--model", "/nowhere"], "no config.json there"),
+        (["--target-dir", ENGINE, "--model", "/nowhere"], "no config.json there; give a Hugging Face model folder, or with --load-format dummy one of: qwen3-8b"),
+        (["--target-dir", ENGINE, "--model", "qwen3-8b"], "only the dimensions are here; --load-format dummy draws random weights"),
+        (fake_args("--load-format", "gguf"), "--load-format gguf: there are auto, safetensors, dummy"),
+        (["--target-dir", ENGINE, "--model", start.MODELS / "qwen3-8b", "--load-format", "safetensors"], "no *.safetensors in"),
         (["resume", "x"], "no runs in"),
         (["status", "--runs", "/nowhere"], "no runs in /nowhere"),
         (["check", "/nowhere"], "no such folder"),
@@ -131,7 +134,7 @@ def test_a_run_is_pinned_before_it_works(optimize, monkeypatch, tmp_path):
 
 def test_weights_that_are_missing_are_made_once_from_the_seed(optimize, monkeypatch, tmp_path):
     from optimizer import session
-    from optimizer.run import load
+    from optimizer.run import MODEL_CONFIG, load
 
     model = tmp_path / "model"
     model.mkdir()
@@ -146,6 +149,18 @@ def test_weights_that_are_missing_are_made_once_from_the_seed(optimize, monkeypa
         shas.append((want.model_dir / "model.safetensors").read_bytes())
     assert shas[0] == shas[1]
     assert not list(model.glob("*.safetensors"))
+    # the same by a name, and in place of weights that are there
+    monkeypatch.setattr(start, "MODELS", tmp_path)
+    monkeypatch.chdir(tmp_path / "a")
+    stored = tmp_path / "stored"
+    shutil.copytree(model, stored)
+    (stored / "model.safetensors").write_bytes(b"not read")
+    for name, given in (("c", "MODEL"), ("d", stored)):
+        optimize("--target-dir", ENGINE, "--model", given, "--load-format", "dummy", "--seed", 3, "--run-dir", tmp_path / name)
+        want = load(tmp_path / name).request
+        assert want.weights_seed == 3 and (want.model_dir / "model.safetensors").read_bytes() == shas[0]
+        assert (tmp_path / name / MODEL_CONFIG).read_text() == (model / "config.json").read_text()
+    assert (stored / "model.safetensors").read_bytes() == b"not read"
 
 
 @pytest.fixture(scope="module")
