@@ -121,8 +121,10 @@ class DecodeGraphs:
         model = self.runner.model
         return model.compute_logits(model(step.ids, step.positions, self.runner.caches, metadata))
 '''
-# The third member: steps in which short prompts begin are rows of a graph too. Pairs of texts, each found once.
+# The third member: steps in which short prompts begin are rows of a graph too, and all is recorded before the first request.
+# Pairs of texts, each found once.
 PROMPTS = (
+    ("from engine.request import StepPlan\n", "from engine.request import ContextItem, GenerationItem, StepPlan\n"),
     (
         '"""Decode steps as CUDA graphs: one per bucket of batch sizes, recorded all together with the first decode step.\n',
         '"""Steps as CUDA graphs: decode steps by bucket of batch sizes, short steps with prompts by bucket of tokens.\n',
@@ -133,9 +135,9 @@ A step's numbers go to the device in one copy, to an address that the graph know
 first: they write the same key to the same slot. Not for: steps with prompts, larger batches (the caller computes those).
 ''',
         '''
-Graphs for prompts are recorded all together with the first prompt, those of decode steps with the first of them. A step's
-numbers go to the device in one copy, to an address that the graph knows. Each token of a prompt is a row with a length
-of its own: the step's keys lie in the cache before any row reads there. Rows that fill up a bucket repeat the first:
+Graphs are recorded by `warm`; without it those for prompts with the first prompt, those of decode steps with the first of
+them, and those of wider page tables in any case when a context first needs them: all sizes together. A step's numbers go to the device in one copy, to an address that the graph knows. Each token of a prompt is a row with a length of
+its own: the step's keys lie in the cache before any row reads there. Rows that fill up a bucket repeat the first:
 they write the same key to the same slot. Not for: long prompts or larger batches; for those `logits` returns None and
 the caller computes them operator by operator.
 ''',
@@ -228,7 +230,15 @@ LEAST_PAGES = 64  # width of the page tables; of decode graphs it doubles when a
     (
         '''    def capture(self, step: _Step, plan: StepPlan) -> None:
 ''',
-        '''    def for_prompts(self, plan: StepPlan) -> dict[int, _Step]:
+        '''    @torch.inference_mode()
+    def warm(self) -> None:
+        """Record now, with a token of no sequence: what it writes, the page's owner writes again before reading it."""
+        self.runner.newest[-1] = 0
+        self.fitting(StepPlan([ContextItem(-1, [0], [0])], [], []))
+        self.fitting(StepPlan([], [GenerationItem(-1, 0, [0])], []))
+        del self.runner.newest[-1]
+
+    def for_prompts(self, plan: StepPlan) -> dict[int, _Step]:
         """All graphs for prompts. Their warm-up computes a prompt's first token, which this step computes in any case."""
         if not self.prompts:
             prompt = plan.context[0]
@@ -298,11 +308,33 @@ def _prompts(sources: dict[str, str]) -> dict | None:
         text, missing = gpu.replaced(text, PROMPTS, file, sources)
         if missing is not None or not t.parse_all(sources, "num_context_tokens: int"):
             return None
-        last = _member({file: text}, "Replay steps with short prompts as CUDA graphs too, one per bucket of tokens", 0.0,
+        last = _member({file: text, **_warmed(sources)}, "Replay steps with short prompts as CUDA graphs too, one per bucket of tokens", 0.0,
                        "a row of a prompt reads no position after its own", "prompts beyond 512 tokens a step are computed as before")  # fmt: skip
         last["activation"]["appear"] = [{"row": "cudaGraphLaunch", "phase": "decode", "ranks": "all"}]
         return last
     return None
+
+
+def _warmed(sources: dict[str, str]) -> dict[str, str]:
+    """The file whose `self.x = Runner(...)` makes the runner with graphs, recording them there; {} where none or several do."""
+    classes = t.classes(t.parse_all(sources, "DecodeGraphs(self)"))
+    runner = next((name for name, cls in classes.items() if "DecodeGraphs(self)" in t.code(cls.node)), None)
+    found: dict[str, str] = {}
+    for file, tree in t.parse_all(sources, f"{runner}(").items():
+        made = [s for f in t.functions({file: tree}) for s in f.statements() if _makes(s, runner)]
+        if len(made) == 1 and isinstance(made[0], cst.SimpleStatementLine) and isinstance(made[0].body[0], cst.Assign):
+            graphs = f"{t.code(made[0].body[0].targets[0].target)}.graphs"
+            lines = f"if {graphs} is not None:  # else the first requests would wait for it\n    {graphs}.warm()\n"
+            found[file] = t.replace(tree, {made[0]: lambda updated, lines=lines: [updated, *t.statements(lines)]}).code
+    return found if len(found) == 1 else {}
+
+
+def _makes(statement: cst.BaseStatement, runner: str | None) -> bool:
+    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1 else None
+    return (
+        isinstance(small, cst.Assign) and len(small.targets) == 1 and t.code(small.targets[0].target).startswith("self.")
+        and isinstance(small.value, cst.Call) and t.last_name(small.value.func) == runner
+    )  # fmt: skip
 
 
 def _member(changed: dict[str, str], title: str, predicted: float | None, *invariants: str) -> dict:

@@ -91,7 +91,6 @@ def _plain(sequence: Sequence) -> bool:
 GRAPHS = (
     ("from dataclasses import replace\n", "from dataclasses import dataclass, replace\n"),
     ("from engine.attention import AttentionMetadata\n", "from engine import sampler\nfrom engine.attention import AttentionMetadata\n"),
-    ("from engine.request import StepPlan\n", "from engine.request import GenerationItem, Sequence, StepPlan\n"),
     (
         '''        self.host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
 ''',
@@ -158,6 +157,12 @@ GRAPHS = (
     ),
 )
 
+# With graphs for prompts, and without.
+REQUEST = (
+    ("from engine.request import ContextItem, GenerationItem, StepPlan\n", "from engine.request import ContextItem, GenerationItem, Sequence, StepPlan\n"),
+    ("from engine.request import StepPlan\n", "from engine.request import GenerationItem, Sequence, StepPlan\n"),
+)
+
 # The second patch: who runs ahead reads the plan, which every rank gets, and not the sequences, which rank 0 alone has.
 SEVERAL = (
     ("    whoever gets it writes again before reading it. Not for: sampling, log-probabilities, several ranks.\n",
@@ -206,7 +211,8 @@ def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
 def _first(sources: dict[str, str], function: t.Function, graphs: str, finding: dict) -> dict:
     """One rank launches ahead."""
     file = function.file
-    changed, missing = gpu.replaced(sources[graphs], GRAPHS, file, sources)
+    imports = REQUEST[0] if "import ContextItem, " in sources[graphs] else REQUEST[1]
+    changed, missing = gpu.replaced(sources[graphs], (*GRAPHS, imports), file, sources)
     if missing is not None:
         return {"declined": f"{graphs} is not as cuda-graph-capture wrote it: {missing.strip().splitlines()[0][:60]!r}"}
     return {

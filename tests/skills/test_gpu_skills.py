@@ -112,14 +112,17 @@ if sys.argv[3] == "graphs":
     class Computing(decode_graphs.DecodeGraphs):
         def capture(self, step, plan):  # what a graph replays is computed instead
             captured.append(("prompts", step.size) if step.prompts else (step.size, step.tables.shape[1]))
-            outer = self
+            outer, metadata = self, self.metadata(step, plan)
             class Replay:
                 def replay(self):
-                    step.logits = outer.forward(step, outer.metadata(step, plan))
+                    step.logits = outer.forward(step, metadata)
                     step.tokens = step.logits.float().argmax(dim=-1)
             step.graph = Replay()
 
     runner.graphs = Computing(runner)
+    if sys.argv[4:] == ["warm"]:
+        runner.graphs.warm()
+        captured.append("requests")
 if sys.argv[4:] == ["ahead"]:
     class Ahead(decode_graphs.RunAhead):
         class Event:  # a CPU has computed when it returns
@@ -172,6 +175,10 @@ def test_tokens_stay_eagerly_and_through_the_buffers_of_the_graphs(engine_source
     assert tokens == plain
     prompts = [("prompts", size) for size in (512, 256, 128, 64, 16)]
     assert ast.literal_eval(captured) == [*prompts, *((size, 64) for size in SIZES)]
+    tokens, captured = _generate(patched, model, tmp_path / "patched", "graphs", "warm")
+    assert tokens == plain
+    assert ast.literal_eval(captured) == [*prompts, *((size, 64) for size in SIZES), "requests"], "nobody waits for a recording"
+    assert "self.runner.graphs.warm()" in patched["engine/worker.py"]
     tokens, captured = _generate(patched, model, tmp_path / "patched", "graphs", "narrow")
     assert tokens == plain
     assert ast.literal_eval(captured) == [(size, pages) for pages in (2, 4, 8, 64) for size in SIZES], "these prompts are too long for a graph"
