@@ -206,7 +206,7 @@ def test_a_run_with_random_weights_keeps_what_they_follow_from(repo, tmp_path):
     shutil.copy(repo / "engine" / "tiny_qwen3" / "config.json", model)
     made, seed = start._weights("auto", model, tmp_path / "run", 5)
     assert seed == 5 and (tmp_path / "run" / MODEL_CONFIG).read_bytes() == (made / "config.json").read_bytes()
-    assert start._weights(repo / "engine" / "tiny_qwen3", tmp_path / "other", 5)[1] is None and not (tmp_path / "other").exists()
+    assert start._weights("auto", repo / "engine" / "tiny_qwen3", tmp_path / "other", 5)[1] is None and not (tmp_path / "other").exists()
 
 
 def test_random_weights_are_written_again_from_the_seed_and_the_kept_config(record, repo, tmp_path):
