@@ -129,7 +129,7 @@ def _row(item: Item, folder: Path, path: str) -> QueueRow:
         path=path,
         id=entry.id,
         title=entry.title,
-        tag=entry.status.value if entry.helps else f"{entry.status.value}: no effect",
+        tag=entry.status.value if entry.helps else f"{entry.status.value}: advises against",
         kind="parked" if entry.status is Status.IMPORTED else "undecided",
         mechanism=entry.mechanism,
         gain=review.effect(entry),
