@@ -112,9 +112,8 @@ def rows(protocols: list[Protocol], sessions: int) -> list[Row]:
         for name, source in noise.MODELS.items():
             found.append(simulate(protocol, name, source, source, "cuda", 4, sessions))
         found.append(simulate(protocol, "quiet", noise.MODELS["quiet"], noise.MODELS["quiet"], "cpu", 4, sessions))
-        for before, after in (("typical", "oversubscribed"), ("device_bound", "typical")):
-            louder = noise.MODELS[after], noise.MODELS[before]
-            found.append(simulate(protocol, f"{before}->{after}", *louder, "cpu" if before == "typical" else "cuda", 4, sessions))
+        for before, after, device in (("typical", "oversubscribed", "cpu"), ("device_bound", "typical", "cuda")):
+            found.append(simulate(protocol, f"{before}->{after}", noise.MODELS[after], noise.MODELS[before], device, 4, sessions))
         for name, bias in (("quiet", 0.01), ("typical", 0.02)):
             biased = noise.Biased(noise.MODELS[name], bias)
             found.append(simulate(protocol, f"{name}, biased {bias:.0%}", biased, biased, "cpu", 1, sessions))

@@ -216,7 +216,7 @@ def _weights(load_format: str, model: Path, place: Path, seed: int) -> tuple[Pat
     with tempfile.TemporaryDirectory() as bare:
         for path in model.iterdir():
             if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
-                shutil.copyfile(path, Path(bare) / path.name)
+                (Path(bare) / path.name).symlink_to(path.resolve())
         made = weights.write_random(Path(bare), place / "weights" / "dummy", seed).resolve()
     shutil.copyfile(model / "config.json", place / run.MODEL_CONFIG)  # with the seed, all that it takes to have them again
     return made, seed

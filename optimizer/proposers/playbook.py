@@ -7,6 +7,7 @@ changes the order, the parameters and what is skipped. Not for: loading skills (
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,18 +52,16 @@ class Playbook:
     def propose(self, ctx: ProposeContext) -> Series | Declined:
         """The series that answers most, what is proven before what is only bounded; or every reason why there is none."""
         refusals: list[Refusal] = []
-        best: tuple[float, Series] | None = None
+        best: tuple[float, Series | None] = -math.inf, None
         for finding, skill, entry in self._candidates(ctx):
             answer = self._try(ctx, finding, skill, entry)
             if isinstance(answer, str):
                 refusals.append(Refusal(finding.id, skill.name, answer))
             elif entry is not None:
                 return answer
-            elif best is None or _worth(ctx, finding, skill, answer) > best[0]:
-                best = _worth(ctx, finding, skill, answer), answer
-        if best is not None:
-            return best[1]
-        return Declined(self.name, tuple(refusals), "" if refusals else "no finding that a skill answers")
+            elif (worth := _worth(ctx, finding, skill, answer)) > best[0]:
+                best = worth, answer
+        return best[1] or Declined(self.name, tuple(refusals), "" if refusals else "no finding that a skill answers")
 
     def _candidates(self, ctx: ProposeContext) -> Iterator[tuple[Finding, Skill, Entry | None]]:
         """Pairs to try, best first: proven savings before bounds, then dearest finding, then the rule's order."""

@@ -319,22 +319,15 @@ def _warmed(sources: dict[str, str]) -> dict[str, str]:
     """The file whose `self.x = Runner(...)` makes the runner with graphs, recording them there; {} where none or several do."""
     classes = t.classes(t.parse_all(sources, "DecodeGraphs(self)"))
     runner = next((name for name, cls in classes.items() if "DecodeGraphs(self)" in t.code(cls.node)), None)
-    found: dict[str, str] = {}
+    found: list[tuple[str, str]] = []
     for file, tree in t.parse_all(sources, f"{runner}(").items():
-        made = [s for f in t.functions({file: tree}) for s in f.statements() if _makes(s, runner)]
-        if len(made) == 1 and isinstance(made[0], cst.SimpleStatementLine) and isinstance(made[0].body[0], cst.Assign):
-            graphs = f"{t.code(made[0].body[0].targets[0].target)}.graphs"
-            lines = f"if {graphs} is not None:  # else the first requests would wait for it\n    {graphs}.warm()\n"
-            found[file] = t.replace(tree, {made[0]: lambda updated, lines=lines: [updated, *t.statements(lines)]}).code
-    return found if len(found) == 1 else {}
-
-
-def _makes(statement: cst.BaseStatement, runner: str | None) -> bool:
-    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1 else None
-    return (
-        isinstance(small, cst.Assign) and len(small.targets) == 1 and t.code(small.targets[0].target).startswith("self.")
-        and isinstance(small.value, cst.Call) and t.last_name(small.value.func) == runner
-    )  # fmt: skip
+        for cls in t.classes({file: tree}).values():
+            for name, value in t.attributes_set(cls).items():
+                if isinstance(value, cst.Call) and t.last_name(value.func) == runner:
+                    made = next(s for s in cls.methods["__init__"].statements() if any(n is value for n in t.walk(s)))
+                    lines = f"if self.{name}.graphs is not None:  # else the first requests would wait for it\n    self.{name}.graphs.warm()\n"
+                    found.append((file, t.replace(tree, {made: lambda updated, lines=lines: [updated, *t.statements(lines)]}).code))
+    return dict(found) if len(found) == 1 else {}
 
 
 def _member(changed: dict[str, str], title: str, predicted: float | None, *invariants: str) -> dict:

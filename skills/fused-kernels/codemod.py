@@ -223,15 +223,6 @@ if triton is not None:
 '''
 
 
-# Between the product of q, k and v and attention nothing else is left: these lose what they had there.
-ALSO = {
-    "norm, rotation and cache write of heads": (
-        "unfused-chains:rmsnorm", "unfused-chains:rotary-embedding-with-cache-lookup", "unfused-chains:kv-cache-write",
-        "redundant-copies", "step-invariant-work",
-    )
-}  # fmt: skip
-
-
 def propose(sources: dict[str, str], finding: dict) -> dict:
     """One patch: the part that the finding names, or the first that applies."""
     name = str(finding.get("id", "")).partition(":")[2]
@@ -242,7 +233,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
         if isinstance(changed, str):
             whys.append(f"{part}: {changed}")
             continue
-        row = PARTS[part][2]
+        _, _, row, also = PARTS[part]
         return {
             "sources": changed,
             "mechanism": "fused-kernels",
@@ -250,7 +241,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
             "predicted_us": finding.get("bound_us"),
             "invariants": ["rounds where the operators round", "rows are contiguous, or the operators are used"],
             "params": {"part": part},
-            "also": list(ALSO.get(part, ())),
+            "also": list(also),
             "activation": {"appear": [{"row": row, "phase": "decode", "ranks": "all"}], "vanish": []},
         }
     return {"declined": "; ".join(whys)}
@@ -444,8 +435,14 @@ def _heads(body: list[cst.BaseStatement]) -> str | None:
     return f"{q}, {k} = fused_heads.norm_rotate_write(\n    {q}, {k}, {values}, {q_norm}, {k_norm}, {rotary}, {positions}, {cache}, {slots}\n)\n"
 
 
+# Between the product of q, k and v and attention nothing else is left: these findings lose what they had there.
+BEFORE_ATTENTION = (
+    "unfused-chains:rmsnorm", "unfused-chains:rotary-embedding-with-cache-lookup", "unfused-chains:kv-cache-write",
+    "redundant-copies", "step-invariant-work",
+)  # fmt: skip
+# Part: (rewrite, words of the finding that names it, its kernel in a trace, further findings that it answers).
 PARTS = {
-    "residual add and norm": (norm, ("rmsnorm", "residual"), "fused_add_rms_norm"),
-    "norm, rotation and cache write of heads": (heads, ("rotary", "rope", "kv-cache"), "fused_qk_norm_rope"),
-    "silu(gate) * up": (activation, ("swiglu", "silu"), "silu_and_mul"),
+    "residual add and norm": (norm, ("rmsnorm", "residual"), "fused_add_rms_norm", ()),
+    "norm, rotation and cache write of heads": (heads, ("rotary", "rope", "kv-cache"), "fused_qk_norm_rope", BEFORE_ATTENTION),
+    "silu(gate) * up": (activation, ("swiglu", "silu"), "silu_and_mul", ()),
 }
