@@ -22,7 +22,7 @@ from optimizer.run import Run
 from optimizer.serial import build, plain
 from optimizer.services import Interrupted, Services, Stop
 from optimizer.truth.oracle import OracleError
-from optimizer.types import Calibration, LaunchSpec, Pair, RejectReason, Stage, StageResult, Verdict
+from optimizer.types import Calibration, GateResult, LaunchSpec, Pair, RejectReason, Stage, StageResult, Verdict
 
 STAGES = (Stage.SCREEN, Stage.DECIDE, Stage.CONFIRM)
 _DIED = {RejectReason.BOOT, RejectReason.CRASH, RejectReason.HANG, RejectReason.INFRASTRUCTURE}
@@ -71,6 +71,8 @@ def gates(run: Run, do: Services, candidate: Candidate, stage: str) -> None:
     """Run a gate stage on every member of the series. Raises Stop at the first that fails or is parked."""
     passed = _attempt(run, candidate.number).gates_passed
     left = [(at, member) for at, member in enumerate(candidate.members) if not passed(stage, at)]
+    if stage == "quick":
+        _texts(run, do, candidate, left[1:])
     with do.compiling([member.spec for _, member in left[1:]]):
         for at, member in left:
             do.check_seal()
@@ -79,6 +81,19 @@ def gates(run: Run, do: Services, candidate: Candidate, stage: str) -> None:
             do.check_seal()
             done = {"stage": stage, "member": at, "gate": "all", "check": "", "passed": True, "seconds": seconds}
             run.ledger.append("gate", candidate.number, done)
+
+
+def _texts(run: Run, do: Services, candidate: Candidate, later: Sequence[tuple[int, Member]]) -> None:
+    """Minutes of engines for the first members are lost when a later one's text is refused: that is looked at before."""
+    for at, member in later:
+        for result in do.gates("static", member.spec, candidate.incumbent, member.parent, member.commit):
+            if not result.passed and not result.parked:
+                run.ledger.append("gate", candidate.number, {**plain(result), "stage": "quick", "member": at})
+                _refuse(result, "quick")
+
+
+def _refuse(result: GateResult, stage: str) -> None:
+    raise Stop(Verdict.REJECT, stage, result.reason or RejectReason.POLICY, f"{result.gate}: {result.detail}")
 
 
 def _member_gates(run: Run, do: Services, candidate: Candidate, stage: str, at: int, member: Member) -> float:
@@ -91,7 +106,7 @@ def _member_gates(run: Run, do: Services, candidate: Candidate, stage: str, at: 
         if result.parked:
             parked = parked or result
         elif not result.passed:
-            raise Stop(Verdict.REJECT, stage, result.reason or RejectReason.POLICY, f"{result.gate}: {result.detail}")
+            _refuse(result, stage)
         pause_point(run)
     if parked is not None and not candidate.admitted:
         raise Stop(Verdict.PARKED, stage, parked.reason or RejectReason.DRIFT, f"{parked.gate}: {parked.detail}")

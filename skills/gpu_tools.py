@@ -70,7 +70,7 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tens
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["table_row"])  # it changes with the longest sequence: no step may wait for a compiler
     def paged_attention_parts(q, k, v, tables, lengths, partial, sums, ended, out, table_row, scale, PAGE: tl.constexpr,
                KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
                TOKENS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip

@@ -47,10 +47,13 @@ class Gate:
     run: Check
 
 
-QUICK: tuple[Gate, ...] = (
+STATIC: tuple[Gate, ...] = (
     Gate("seal", "G03", sealed.check),
     Gate("scope", "G01", scope.check),
     Gate("policy", "G02", policy.check),
+)
+QUICK: tuple[Gate, ...] = (
+    *STATIC,
     Gate("boot", "G05", boot.check),
     Gate("greedy", "G08", greedy.check),
     Gate("logprobs", "G07", logprobs.check),
@@ -77,12 +80,13 @@ FULL: tuple[Gate, ...] = (
 
 
 def run(stage: str, ctx: GateContext) -> Iterator[GateResult]:
-    """Results of "quick" or "full", as they are known; ends after the first that failed (parked ones go on).
+    """Results of "quick" or "full", as they are known; ends after the first that failed (parked ones go on). "static" are
+    those of "quick" that start nothing.
 
     What a candidate does is a result. OracleError, SandboxError and OSError say nothing of it and are raised.
     """
-    if stage not in ("quick", "full"):
-        raise ValueError(f"unknown stage {stage!r}; known: quick, full")
+    if stage not in ("static", "quick", "full"):
+        raise ValueError(f"unknown stage {stage!r}; known: static, quick, full")
     lab = Lab(ctx)
     try:
         for gate in chosen(stage, ctx):
@@ -96,8 +100,8 @@ def run(stage: str, ctx: GateContext) -> Iterator[GateResult]:
 
 def chosen(stage: str, ctx: GateContext) -> tuple[Gate, ...]:
     """The gates of a stage; the protocol may name a subset of the full ones."""
-    if stage == "quick":
-        return QUICK
+    if stage != "full":
+        return QUICK if stage == "quick" else STATIC
     names = ctx.protocol.full_gates
     if names is None:
         return FULL

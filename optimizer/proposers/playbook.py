@@ -90,9 +90,6 @@ class Playbook:
         if isinstance(reach, str):
             return reach
         finding = dataclasses.replace(finding, bound_us=reach)
-        bound, token_us = finding.bound_us, ctx.budget.token_us
-        if finding.per == "token" and bound is not None and token_us and bound / token_us < ctx.budget.margin:
-            return f"its bound of {bound:.1f} us is {bound / token_us:.2%} of a token, below the margin of {ctx.budget.margin:.2%}"
         if entry is not None and not entry.helps:
             return f"accepted knowledge says that it does not help here ({entry.id}: {entry.why})"
         why = "the pattern is not there"
@@ -105,10 +102,9 @@ class Playbook:
                 return rewrites
             series = _series(ctx, finding, rewrites, params)
             if isinstance(series, Series):
-                return series
+                return _too_little(ctx, finding, skill, series) or series
             why = series
         return why
-
 
     def _rewrites(self, ctx: ProposeContext, skill: Skill, finding: dict[str, Any]) -> list[Rewrite] | str:
         """The skill's rewrites, after those of its enablers that act here; an enabler alone is not worth a series."""
@@ -118,7 +114,7 @@ class Playbook:
             params = _variants(enabler, _entry_for(ctx.knowledge, enabler))[0]
             answer = skillbook.run(enabler, sources, {**finding, "params": params})
             if not isinstance(answer, str):
-                before += [dataclasses.replace(r, predicted_us=0.0) for r in answer]
+                before += [dataclasses.replace(r, predicted_us=0.0, also=()) for r in answer]
                 sources = answer[-1].after
         answer = skillbook.run(skill, sources, finding)
         if isinstance(answer, str):
@@ -148,6 +144,14 @@ def _worth(ctx: ProposeContext, finding: Finding, skill: Skill, series: Series) 
     reach = _reach(ctx, finding, skill)
     cited = {name for patch in series.patches for name in patch.finding_ids} - {finding.id}
     return (reach if isinstance(reach, float | int) else -1.0) + sum(f.bound_us or 0.0 for f in ctx.findings if f.id in cited)
+
+
+def _too_little(ctx: ProposeContext, finding: Finding, skill: Skill, series: Series) -> str | None:
+    """Why all that the series answers is not worth an attempt, or None."""
+    bound, token_us = _worth(ctx, finding, skill, series), ctx.budget.token_us
+    if finding.per != "token" or finding.bound_us is None or not token_us or bound / token_us >= ctx.budget.margin:
+        return None
+    return f"its bound of {bound:.1f} us is {bound / token_us:.2%} of a token, below the margin of {ctx.budget.margin:.2%}"
 
 
 def _variants(skill: Skill, entry: Entry | None) -> list[dict[str, Any]]:
@@ -225,7 +229,7 @@ def _patch(
     bound = finding.bound_us if finding.bound_us is not None else 0.0
     predicted = rewrite.predicted_us if rewrite.predicted_us is not None else (bound if last else 0.0)
     predicted = max(0.0, min(predicted, bound))
-    others = [f for f in ctx.findings if _answered_too(f, finding, rewrite)] if predicted else []
+    others = [f for f in ctx.findings if _answered_too(f, finding, rewrite)]
     return Patch(
         edits=edits,
         finding_ids=(finding.id, *(f.id for f in others)),

@@ -136,10 +136,10 @@ first: they write the same key to the same slot. Not for: steps with prompts, la
 ''',
         '''
 Graphs are recorded by `warm`; without it those for prompts with the first prompt, those of decode steps with the first of
-them, and those of wider page tables in any case when a context first needs them: all sizes together. A step's numbers go to the device in one copy, to an address that the graph knows. Each token of a prompt is a row with a length of
-its own: the step's keys lie in the cache before any row reads there. Rows that fill up a bucket repeat the first:
-they write the same key to the same slot. Not for: long prompts or larger batches; for those `logits` returns None and
-the caller computes them operator by operator.
+them, and those of wider page tables in any case when a context first needs them: all sizes together. A step's numbers go
+to the device in one copy, to an address that the graph knows. Each token of a prompt is a row with a length of its own:
+the step's keys lie in the cache before any row reads there. Rows that fill up a bucket repeat the first: they write the
+same key to the same slot. Not for: long prompts or larger batches; for those `logits` returns None.
 ''',
     ),
     (
@@ -290,7 +290,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
     now |= changed
     graphs = _member(changed, "Replay decode steps as CUDA graphs, one per bucket of batch sizes", finding.get("bound_us"),
                    "every tensor of a decode step lies at the same address in each step", "rows that fill a bucket repeat the first sequence")  # fmt: skip
-    graphs["also"] = ["autograd-recording", "redundant-copies", "step-invariant-work", "unfused-chains", "split-products", "python-time", "allocations"]  # their host time: a replay has none
+    graphs["also"] = ["launch-bound-decode", "comm-wait", "autograd-recording", "redundant-copies", "step-invariant-work", "unfused-chains", "split-products", "python-time", "allocations"]  # their host time: a replay has none
     graphs["activation"] = {
         "appear": [{"row": "cudaGraphLaunch", "phase": "decode", "ranks": "all"}],
         "vanish": [{"row": "cudaLaunchKernel*", "phase": "decode", "ranks": "all", "fewer": True}],

@@ -189,6 +189,8 @@ class Fakes:
             yield GateResult("scope", "G01", False, RejectReason.SCOPE, f"outside: {outside}", 1.0)
             return
         yield GateResult("scope", "G01", True, seconds=1.0)
+        if stage == "static":
+            return
         self.on_call(f"gate greedy {stage}")
         yield light_greedy(candidate)
 

@@ -143,6 +143,16 @@ def test_later_programs_of_a_series_are_compiled_beside_gates_and_never_beside_a
     assert all(diary[at + 1] == "over" for at, what in enumerate(diary) if what == [end]), diary
 
 
+def test_no_engine_of_a_series_is_started_before_the_texts_of_all_may_run(tmp_path):
+    """A line of 233 characters in the third patch was found after the engines of two had been started and asked."""
+    series = fake.Series((*fake.ENABLED_WIN.patches[:1], *fake.GATE_EDIT.patches), "scripted")
+    run, fakes, _ = go(tmp_path, [series])
+    end = next(line for line in run.ledger.lines() if line["kind"] == "rejected")
+    assert (end["data"]["reason"], end["data"]["stage"]) == ("scope", "quick")
+    gates = [line["data"] for line in run.ledger.lines() if line["kind"] == "gate"]
+    assert [(g["gate"], g["member"], g["passed"]) for g in gates] == [("scope", 1, False)]
+
+
 def test_a_series_whose_enabler_makes_it_slower_is_stopped(tmp_path):
     slow = fake.Series((fake.speed(1300, title="slower"), fake.speed(700, was=1300, title="pays")), "scripted")
     run, _, _ = go(tmp_path, [slow])

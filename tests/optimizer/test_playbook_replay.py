@@ -70,6 +70,15 @@ def test_what_cannot_reach_the_margin_is_not_tried(tmp_path: Path) -> None:
     assert isinstance(propose(tmp_path, finding(bound=25.0)), Series)
 
 
+def test_what_a_patch_answers_in_passing_counts_against_the_margin_too(tmp_path: Path) -> None:
+    """Of a step whose idle time was all waiting for late ranks, nothing was left for the finding that graphs answer."""
+    skill(tmp_path, "mine", code=CODEMOD.format(params="{}", mark="MINE", predicted="None").replace('"predicted_us"', '"also": ["waits"], "predicted_us"'))
+    answer = propose(tmp_path, finding(bound=0.0), finding("waits", 400.0))
+    assert isinstance(answer, Series)
+    assert answer.patches[0].predicted_us == 400.0 and answer.patches[0].finding_ids == ("rule", "waits")
+    assert isinstance(propose(tmp_path, finding(bound=0.0), finding("waits", 15.0)), Declined)
+
+
 def test_a_skill_named_in_passing_is_bounded_by_what_it_answers_itself(tmp_path: Path) -> None:
     skill(tmp_path, "mine", answers="own", predicted=500.0)
     waits = finding("waits", 900.0, skills=("mine",))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from optimizer.confine.launch import launch
-from optimizer.gates import policy
+from optimizer.gates import policy, scope
 from optimizer.patching import changed_lines
 from optimizer.proposers import Budget, ProposeContext, get, skillbook
 from optimizer.proposers.base import MAX_FILES, MAX_LINES
@@ -39,7 +39,26 @@ def test_in_playbook_order_each_is_a_small_patch_that_the_source_check_passes(en
             assert 0 < len(changed) <= MAX_FILES and 0 < changed_lines(sources, changed) <= MAX_LINES, step.title
             before = {f: sources[f] for f in changed if f in sources}
             assert policy.new_findings(before, changed) == []
+            assert not [why for f, text in changed.items() if (why := scope.unreadable(before.get(f, "").encode(), text.encode()))]
             sources = step.after
+
+
+# Numbers of each kernel that differ from step to step; the others follow from the model, or are whole rows of it.
+CHANGING = {
+    "paged_attention_parts": {"table_row"}, "skinny_gemm": {"rows"}, "skinny_gemv": set(), "skinny_gated_gemv": set(), "fused_add_rms_norm": set(),
+    "fused_qk_norm_rope": set(), "_turn": set(), "silu_and_mul": set(), "one_shot_all_reduce": set(),
+}  # fmt: skip
+
+
+def test_no_step_waits_for_a_compiler_because_a_number_changed(engine_sources, act) -> None:
+    """Triton compiles anew for a number that is 1 or divides by 16: batches of prompts stalled for 1 to 3 seconds."""
+    found = {}
+    for text in act(engine_sources, *ORDER, "custom-all-reduce", device="cuda").values():
+        for node in ast.walk(ast.parse(text)) if "@triton.jit" in text else ():
+            made = " ".join(map(ast.unparse, node.decorator_list)) if isinstance(node, ast.FunctionDef) else ""
+            if "triton.jit" in made:
+                found[node.name] = {a.arg for a in node.args.args if f"'{a.arg}'" in made}
+    assert found == CHANGING
 
 
 @pytest.mark.parametrize("name", MADE_FOR_GPUS)

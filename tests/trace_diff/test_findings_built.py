@@ -59,6 +59,14 @@ def test_arrival_skew_is_waiting_and_the_late_rank_is_named(tmp_path: Path):
     assert findings["slow-transfer"].status is Status.NOT_FOUND
 
 
+def test_what_answers_waiting_depends_on_what_makes_the_ranks_drift_apart(tmp_path: Path):
+    """A custom all-reduce in front of ranks that launch kernel by kernel was predicted to save 28 ms and saved nothing."""
+    late = Plant(late_rank_ns=300 * K)
+    eager, cpu = ({f.rule: f for f in api.find(built(tmp_path / name, program, late, world=2))} for name, program in (("eager", programs.eager), ("cpu", programs.cpu)))
+    assert eager["comm-wait"].skills[0] == "cuda-graph-capture" and "custom-all-reduce" not in eager["comm-wait"].skills
+    assert cpu["comm-wait"].skills[0] == "custom-all-reduce"
+
+
 def test_savings_never_sum_to_more_than_the_wall(tmp_path: Path):
     """Exposed communication and collective variability once claimed the same time twice (nsys-ai 246)."""
     plant = Plant(late_rank_ns=100 * K, transfer_ns=60 * K, autograd=(1900, 2100), split_norm=True, device_copies=3)

@@ -15,6 +15,8 @@ from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
 
 RULE = "comm-wait"
 SKILLS = ("custom-all-reduce", "overlap-scheduling", "remove-host-reads")
+# Where each rank's host launches kernel by kernel they drift apart, whatever does the sum: no faster collective helps.
+HOST_PACED = ("cuda-graph-capture", "overlap-scheduling", "remove-host-reads")
 FORMULA = "exposed waiting for peers per step, of the rank that waits longest"
 LEAST_SHARE = 0.01  # of the wall
 
@@ -50,7 +52,7 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         basis=Basis.HOST,
         direct_ns=float(waits[most]),
         evidence=(*rows, *([late] if late else [])),
-        skills=SKILLS,
+        skills=HOST_PACED if context.on_gpu and context.kernel_launches > n else SKILLS,
     )
 
 

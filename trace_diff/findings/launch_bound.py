@@ -8,16 +8,12 @@ launch for the whole step (a CUDA graph over static buffers) will.
 
 from __future__ import annotations
 
-import re
-
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, Draft, NotFound
 
 RULE = "launch-bound-decode"
 SKILLS = ("cuda-graph-capture", "static-decode-metadata", "compile-regions", "fused-kernels")
 FORMULA = "wall - device busy time - time claimed by named causes"
-_LAUNCH = re.compile(r"^(cuda|hip|cu)\w*Launch\w*Kernel|LaunchKernel|ModuleLaunch")
-_GRAPH = re.compile(r"GraphLaunch")
 LEAST_IDLE = 0.2  # of the wall
 LEAST_LAUNCHES = 8  # kernels and graphs together
 
@@ -26,8 +22,7 @@ def look(context: Context) -> Draft | NotFound:
     if not context.on_gpu:
         return NotFound("no device work in the step")
     busy, idle = context.breakdown.gpu_busy_ns or 0, context.breakdown.gpu_idle_ns or 0
-    launches = sum(u.mean for u in context.named(lambda n: bool(_LAUNCH.search(n))))
-    graphs = sum(u.mean for u in context.named(lambda n: bool(_GRAPH.search(n))))
+    launches, graphs = context.kernel_launches, context.graph_launches
     share = idle / context.breakdown.wall_ns if context.breakdown.wall_ns else 0.0
     row = {
         "what": "launches",
