@@ -22,7 +22,16 @@ from optimizer.run import Run
 from optimizer.serial import build, plain
 from optimizer.services import Interrupted, Services, Stop
 from optimizer.truth.oracle import OracleError
-from optimizer.types import Calibration, GateResult, LaunchSpec, Pair, RejectReason, Stage, StageResult, Verdict
+from optimizer.types import (
+    Calibration,
+    GateResult,
+    LaunchSpec,
+    Pair,
+    RejectReason,
+    Stage,
+    StageResult,
+    Verdict,
+)
 
 STAGES = (Stage.SCREEN, Stage.DECIDE, Stage.CONFIRM)
 _DIED = {RejectReason.BOOT, RejectReason.CRASH, RejectReason.HANG, RejectReason.INFRASTRUCTURE}

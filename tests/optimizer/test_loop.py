@@ -146,7 +146,7 @@ def test_later_programs_of_a_series_are_compiled_beside_gates_and_never_beside_a
 def test_no_engine_of_a_series_is_started_before_the_texts_of_all_may_run(tmp_path):
     """A line of 233 characters in the third patch was found after the engines of two had been started and asked."""
     series = fake.Series((*fake.ENABLED_WIN.patches[:1], *fake.GATE_EDIT.patches), "scripted")
-    run, fakes, _ = go(tmp_path, [series])
+    run, _, _ = go(tmp_path, [series])
     end = next(line for line in run.ledger.lines() if line["kind"] == "rejected")
     assert (end["data"]["reason"], end["data"]["stage"]) == ("scope", "quick")
     gates = [line["data"] for line in run.ledger.lines() if line["kind"] == "gate"]
