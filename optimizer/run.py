@@ -142,7 +142,7 @@ class Run:
         """One arm: the tree of a commit, checked out at worktrees/<name>, with everything else as requested."""
         want = self.request
         tp = want.tp if tp is None else tp
-        compiled = self.dir / "compiled" / f"{self.repo.tree_of(commit)[:16]}-tp{tp}" if want.device == "cuda" else None
+        compiled, before = (self._compiled(c, tp) for c in (commit, None if commit == self.base else f"{commit}^"))
         return LaunchSpec(
             tree=self.repo.tree(commit, name),
             target=self.target,
@@ -155,7 +155,14 @@ class Run:
             label=label,
             extra_args=want.engine_args,
             compiled=compiled,
+            compiled_before=before,
         )
+
+    def _compiled(self, commit: str | None, tp: int) -> Path | None:
+        """Where what a commit's tree compiles lies; on a CPU nothing is compiled."""
+        if commit is None or self.request.device != "cuda":
+            return None
+        return self.dir / "compiled" / f"{self.repo.tree_of(commit)[:16]}-tp{tp}"
 
     def attempt_dir(self, number: int) -> Path:
         return self.dir / "attempts" / str(number)
@@ -268,7 +275,7 @@ def find(runs: Path, name: str | None) -> Path:
     found = [p for p in known if p.name.startswith(name)]
     if len(found) != 1:
         what = "no run" if not found else f"{len(found)} runs"
-        raise RunError(f"{what} in {runs} begin with {name!r}; there are: {', '.join(p.name for p in known[-5:])}")
+        raise RunError(f"{what} in {runs} with an id that begins with {name!r}; there are: {', '.join(p.name for p in known[-5:])}")
     return found[0]
 
 

@@ -94,6 +94,7 @@ class LaunchSpec:
     env: tuple[tuple[str, str], ...] = ()  # same in both arms of a pair
     extra_args: tuple[str, ...] = ()  # appended to the target's command (`Target.small_cache`)
     compiled: Path | None = None  # folder with what this tree compiles while it runs, or where it will be (confine/compiled.py)
+    compiled_before: Path | None = None  # that of the tree which this one changes: what both compile is there
 
 
 @dataclass(frozen=True, slots=True)

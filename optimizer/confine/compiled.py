@@ -1,7 +1,8 @@
 """Code that an engine compiles while it runs: made once for a program, then every launch gets a copy of its own.
 
-The folder is filled by a launch that nobody judges and that answers public requests only. A judged launch can thus neither
-learn from it that another one was before it, nor leave anything for the next. Not for: starting engines (`launch.py`).
+The folder is filled by a launch that nobody judges and that answers public requests only. It starts from what the program
+that was changed had compiled so, for most of it is in both. A judged launch can thus neither learn from the folder that
+another one was before it, nor leave anything for the next. Not for: starting engines (`launch.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _locks: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 def fill(spec: LaunchSpec, folder: Path, unjudged: Unjudged) -> None:
     """Copy what this program compiled to `folder`; the first time it is compiled now.
 
-    `unjudged(spec, keep)` starts an engine whose compiled code is in the folder `keep` once it is closed. One that fails
+    `unjudged(spec, keep)` starts an engine with the compiled code in the folder `keep`, where its own is once it is closed. One that fails
     leaves an empty folder: the launch that is judged fails by itself.
     """
     copy(made(spec, unjudged), folder)
@@ -51,7 +52,9 @@ def made(spec: LaunchSpec, unjudged: Unjudged) -> Path:
 def _compile(spec: LaunchSpec, place: Path, unjudged: Unjudged) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix="part-", dir=place.parent))
-    bare = replace(spec, compiled=None, probes=frozenset(), env=(), label=f"{spec.label} (compiling)")
+    if spec.compiled_before is not None and spec.compiled_before.is_dir():
+        copy(spec.compiled_before, part)
+    bare = replace(spec, compiled=None, compiled_before=None, probes=frozenset(), env=(), label=f"{spec.label} (compiling)")
     try:
         with unjudged(bare, part) as server:
             for at_once, prompt, new in SHAPES:  # one that is too long for this engine is refused, which does no harm

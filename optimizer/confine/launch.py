@@ -274,7 +274,8 @@ def launch(
     timeout_s: float | None = None,
     keep: Path | None = None,
 ) -> Iterator[Server]:
-    """A healthy server for `spec`; whatever happens, nothing of it is left afterwards but, in `keep`, what it compiled.
+    """A healthy server for `spec`; whatever happens, nothing of it is left afterwards but, in the folder `keep`, what it
+    compiled; it starts from what is there.
 
     Raises LaunchError, or SandboxError for a level that this machine does not offer. Start it from a thread that
     lives as long as the server does: the sandbox dies with the thread that started it.
@@ -291,7 +292,7 @@ def launch(
         if spec.compiled is not None:
             compiled.fill(spec, work / COMPILED, partial(_unjudged, timeout_s))
         elif keep is not None:
-            (work / COMPILED).mkdir(mode=0o700)
+            compiled.copy(keep, work / COMPILED)
         binds = _binds(spec, work, level)
         argv = _argv(spec, binds, level)
         server.start(
@@ -315,11 +316,15 @@ def _unjudged(timeout_s: float | None, bare: LaunchSpec, keep: Path) -> Abstract
 def compiling(specs: Sequence[LaunchSpec]) -> Iterator[None]:
     """Compile what these programs will compile, one after another, beside work that nobody times. At the end of that work
     the one under way is waited for and the rest is left: a launch compiles what it does not find."""
+    wanted = [spec for spec in specs if spec.compiled is not None]
+    if not wanted:
+        yield
+        return
     over = threading.Event()
 
     def each() -> None:
-        for spec in specs:
-            if spec.compiled is not None and not over.is_set():
+        for spec in wanted:
+            if not over.is_set():
                 compiled.made(spec, partial(_unjudged, None))
 
     thread = threading.Thread(target=each, name="hotloop-compiling")

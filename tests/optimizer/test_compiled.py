@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -42,6 +43,19 @@ def test_every_launch_starts_from_what_the_first_unjudged_one_left(tmp_path: Pat
     assert seen(spec) == "found ['first']", "what the judged launch added is gone"
     kept = [p.relative_to(tmp_path / "cache").as_posix() for p in (tmp_path / "cache").rglob("*") if not p.is_dir()]
     assert kept == ["commit/triton/deep/first"], "no link is copied to the host"
+
+
+def test_a_changed_program_starts_from_what_the_one_before_it_compiled_and_leaves_that_alone(tmp_path: Path) -> None:
+    before, after = (tmp_path / "cache" / name for name in ("before", "after"))
+    spec = replace(toy(tmp_path, source=COMPILES), compiled=after, compiled_before=before)
+    assert seen(spec) == "found ['first']", "nothing was there before"
+    for folder in (before / "triton/deep", after):
+        shutil.rmtree(folder, ignore_errors=True)
+    (before / "triton/deep").mkdir(parents=True)
+    (before / "triton/deep/first").write_text("of the program before")
+    assert seen(spec) == "found ['first', 'second']"
+    assert [p.name for p in before.rglob("*") if p.is_file()] == ["first"]
+    assert (after / "triton/deep/first").read_text() == "of the program before"
 
 
 def test_arms_that_start_at_once_compile_once(tmp_path: Path) -> None:
