@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from optimizer.proposers import Budget, ProposeContext, get
+from optimizer.types import Series
 from trace_diff import api, stackmap
 from trace_diff.types import Status
 
@@ -140,6 +142,18 @@ def test_a_librarys_collectives_in_a_graph_bound_what_replacing_them_brought(rep
     found = by_rule(api.find(library))["slow-transfer"]
     assert found.bound_us is not None and 0.8 * found.bound_us <= brought <= found.bound_us
     assert by_rule(api.find(own))["slow-transfer"].status is Status.NOT_FOUND
+
+
+def test_two_eager_ranks_need_graphs_before_a_faster_sum(repo: Path):
+    """A loop began with the faster sum here, predicted to save 28 of 87 ms; it saved nothing."""
+    traces = repo / "reports/gallery/h200-tp2/traces/plain"
+    found = api.find(api.analyse(api.load([traces / f"rank{r}.json.gz" for r in (0, 1)], "plain")), control_step_us=105_633.0)
+    assert by_rule(found)["comm-wait"].skills[0] == "cuda-graph-capture"
+    sources = {p.relative_to(repo).as_posix(): p.read_text("utf-8") for p in (repo / "engine").glob("**/*.py")}
+    question = ProposeContext(sources, found, budget=Budget(token_us=105_633.0, margin=0.03))
+    first = get("playbook", device="cuda", tp=2, only=["custom-all-reduce", "fused-kernels", "cuda-graph-capture", "overlap-scheduling"]).propose(question)
+    assert isinstance(first, Series) and {patch.mechanism for patch in first.patches} == {"cuda-graph-capture"}
+    assert 0.5 * 105_633 < sum(patch.predicted_us for patch in first.patches) < 105_633
 
 
 def test_one_rank_of_two_cannot_be_split_into_waiting_and_transfer(tp2: Path):
