@@ -134,9 +134,9 @@ def _reach(ctx: ProposeContext, finding: Finding, skill: Skill) -> float | str |
     if not own:
         return f"what it answers itself ({', '.join(skill.answers)}) was not found"
     bounds = [f.bound_us for f in own if f.bound_us is not None and f.per == finding.per]
-    if not bounds:
+    if not bounds or finding.bound_us is None:  # one without time of its own borrows none: what lends it is a candidate itself
         return finding.bound_us
-    return max(bounds) if finding.bound_us is None else min(finding.bound_us, max(bounds))
+    return min(finding.bound_us, max(bounds))
 
 
 def _worth(ctx: ProposeContext, finding: Finding, skill: Skill, series: Series) -> float:

@@ -218,7 +218,7 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
         if any(file.rsplit("/", 1)[-1] == f"{module}.py" for file in sources):
             return {"declined": f"{module}.py is already there"}
     on_gpu = finding.get("device") == "cuda"
-    if on_gpu and finding.get("rule") == "comm-wait" and "custom-all-reduce" not in finding.get("skills", ()):
+    if on_gpu and finding.get("rule") in ("comm-wait", "straggler-rank") and "custom-all-reduce" not in finding.get("skills", ()):
         return {"declined": "ranks wait for hosts that launch kernel by kernel; a faster sum does not bring them together"}
     module, template = (GPU_MODULE, GPU_TEMPLATE) if on_gpu else (MODULE, TEMPLATE)
     targets = {k: v for k, v in TARGETS.items() if v == "all_reduce" or not on_gpu}

@@ -79,6 +79,13 @@ def test_what_a_patch_answers_in_passing_counts_against_the_margin_too(tmp_path:
     assert isinstance(propose(tmp_path, finding(bound=0.0), finding("waits", 15.0)), Declined)
 
 
+def test_a_finding_without_time_of_its_own_does_not_count_what_it_borrows_twice(tmp_path: Path) -> None:
+    """A late rank is the other ranks' waiting: 44 ms of it were predicted twice, and more than the step takes in all."""
+    skill(tmp_path, "mine", answers="waits", code=CODEMOD.format(params="{}", mark="MINE", predicted="None").replace('"predicted_us"', '"also": ["waits"], "predicted_us"'))
+    answer = propose(tmp_path, finding("late", None, skills=("mine",)), finding("waits", 400.0, skills=("mine",)))
+    assert sum(patch.predicted_us for patch in answer.patches) == 400.0
+
+
 def test_a_skill_named_in_passing_is_bounded_by_what_it_answers_itself(tmp_path: Path) -> None:
     skill(tmp_path, "mine", answers="own", predicted=500.0)
     waits = finding("waits", 900.0, skills=("mine",))

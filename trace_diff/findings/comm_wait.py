@@ -2,8 +2,9 @@
 
 Signature: a rank enters a collective early and stays until the last one comes; matched over all ranks' traces.
 Saving per step <= the waiting of the rank that waits longest: what the step would gain if every rank were as
-early as that one. Waiting is not transfer: a faster all-reduce does not remove it, making the late rank's host
-path shorter (or every rank's collective start cheaper) does.
+early as that one. Waiting is not transfer. Where each rank's host launches kernel by kernel they drift apart, and
+CUDA graphs or a shorter host path bring them together, no faster all-reduce; where a collective is itself work of
+the host, or stands in a graph, one that starts cheaper does.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
 
 RULE = "comm-wait"
-SKILLS = ("custom-all-reduce", "overlap-scheduling", "remove-host-reads")
-# Where each rank's host launches kernel by kernel they drift apart, whatever does the sum: no faster collective helps.
-HOST_PACED = ("cuda-graph-capture", "overlap-scheduling", "remove-host-reads")
+SKILLS = ("cuda-graph-capture", "custom-all-reduce", "overlap-scheduling", "remove-host-reads")
 FORMULA = "exposed waiting for peers per step, of the rank that waits longest"
 LEAST_SHARE = 0.01  # of the wall
 
 
 def look(context: Context) -> Draft | NotFound | CouldNotLook:
     accounts = context.analysis.breakdowns
-    n = sum(b.counts.get("collectives", 0.0) for b in accounts.values()) / len(accounts)
+    n = collectives(context)
     if not n:
         return NotFound("no collectives in the step")
     if all("comm.wait" not in b.parts and "comm.transfer" not in b.parts for b in accounts.values()):
@@ -52,8 +51,20 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         basis=Basis.HOST,
         direct_ns=float(waits[most]),
         evidence=(*rows, *([late] if late else [])),
-        skills=HOST_PACED if context.on_gpu and context.kernel_launches > n else SKILLS,
+        skills=answering(context),
     )
+
+
+def collectives(context: Context) -> float:
+    """Collectives of a step, mean over ranks."""
+    accounts = context.analysis.breakdowns
+    return sum(b.counts.get("collectives", 0.0) for b in accounts.values()) / len(accounts)
+
+
+def answering(context: Context) -> tuple[str, ...]:
+    """What brings ranks together that arrive apart: see the module docstring."""
+    host_paced = context.on_gpu and context.kernel_launches > collectives(context)
+    return tuple(s for s in SKILLS if s != ("custom-all-reduce" if host_paced else "cuda-graph-capture"))
 
 
 def late_rank(context: Context) -> dict[str, Any] | None:

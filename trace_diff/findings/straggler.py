@@ -7,12 +7,13 @@ comm-wait, so this finding carries no bound of its own.
 
 from __future__ import annotations
 
-from trace_diff.findings.comm_wait import LEAST_SHARE, late_rank
+from trace_diff.findings import comm_wait
+from trace_diff.findings.comm_wait import LEAST_SHARE, answering, late_rank
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
 
 RULE = "straggler-rank"
-SKILLS = ("remove-host-reads", "overlap-scheduling", "custom-all-reduce")
+SKILLS = comm_wait.SKILLS
 FORMULA = "none of its own: the peers' waiting, see comm-wait"
 
 
@@ -35,6 +36,6 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         basis=Basis.HOST,
         direct_ns=float(most),
         evidence=(late, {"what": "waiting per rank, us", **{str(r): round(w / 1000, 1) for r, w in waits.items()}}),
-        skills=SKILLS,
+        skills=answering(context),
         counted_under="comm-wait",
     )
