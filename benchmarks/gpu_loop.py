@@ -1,6 +1,6 @@
 """One sitting of the loop on a GPU whose time is counted: begin or go on, stop in time, pack what is to be kept.
 
-    python -m benchmarks.gpu_loop OUT --place DIR [--seconds 540] [--minutes 30] [--skills a,b] [--tp 2 --gpu 0,1] [--reference]
+    python -m benchmarks.gpu_loop OUT --place DIR [--seconds 540] [--minutes 30] [--skills a,b] [--tp 2 --gpu 0,1] [--reference] [--give-up WHY]
 
 Begins a run in DIR/run on Qwen3-8B dimensions with random bf16 weights, or goes on with the one that is there. After
 `--seconds` it asks the loop to stop after its present step, as Ctrl-C does; then OUT/run.tgz holds the run without
@@ -65,7 +65,7 @@ def go_on(options: argparse.Namespace, console: Console) -> Run:
     if note := weights_there(found):
         console.print(note, highlight=False)
     environment = fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices)
-    for note in reopen(found, environment, Limits(wall_minutes=options.minutes)):
+    for note in reopen(found, environment, Limits(wall_minutes=options.minutes), options.give_up):
         console.print(note, highlight=False)
     return found
 
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="ranks, one on each of --gpu")
     parser.add_argument("--gpu", default="0", help="indices, comma-separated")
     parser.add_argument("--reference", action="store_true", help="also capture transformers on the same cell")
+    parser.add_argument("--give-up", help="why the attempt that the last sitting left open is to end undecided")
     options = parser.parse_args()
     console = Console(width=150)
     began = time.monotonic()

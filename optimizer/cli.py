@@ -119,6 +119,7 @@ def resume(
     attempts: Annotated[int | None, typer.Option("--attempts", help="a new limit")] = None,
     budget_minutes: Annotated[float | None, typer.Option("--budget-minutes", help="a new limit for the whole run")] = None,
     max_usd: Annotated[float | None, typer.Option("--max-usd", help="a new limit")] = None,
+    give_up: Annotated[str | None, typer.Option("--give-up", help="why the open attempt is to end here, undecided")] = None,
     runs: Runs = RUNS,
 ) -> None:
     """Go on with a run that was stopped or killed."""
@@ -127,7 +128,7 @@ def resume(
 
     found = load(find(runs, run))
     limits = Limits(attempts=attempts, wall_minutes=budget_minutes, usd=max_usd)
-    raise typer.Exit(session.take_up(found, limits, console()))
+    raise typer.Exit(session.take_up(found, limits, console(), give_up))
 
 
 @app.command()

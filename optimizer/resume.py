@@ -10,8 +10,10 @@ from typing import Any
 
 from optimizer import state
 from optimizer.run import MODEL_CONFIG, Limits, Run, RunError, config_folder
+from optimizer.services import Stop
 from optimizer.truth import weights
-from optimizer.verdicts import follow
+from optimizer.types import Verdict
+from optimizer.verdicts import close, follow
 
 
 def weights_there(run: Run) -> str | None:
@@ -32,12 +34,16 @@ def weights_there(run: Run) -> str | None:
     return note
 
 
-def reopen(run: Run, environment: dict[str, Any], limits: Limits | None = None) -> list[str]:
+def reopen(run: Run, environment: dict[str, Any], limits: Limits | None = None, give_up: str | None = None) -> list[str]:
     """Drop a torn line, enter a killed pair as interrupted, set the present environment. Returns notes for a person.
 
-    `limits` replaces those of the request that are given. Raises LedgerBroken, LedgerBusy.
+    `limits` replaces those of the request that are given. `give_up`: why a person ends the open attempt without a verdict
+    of its own. Raises LedgerBroken, LedgerBusy, and RunError when there is nothing to give up.
     """
     notes = run.ledger.verify()
+    if give_up is not None and (state.open_attempt(run.ledger.lines()) is None or not give_up.strip()):
+        why = "an empty reason" if not give_up.strip() else f"no attempt of run {run.request.id} is open"
+        raise RunError(f"--give-up: {why}")
     run.ledger.context.env_hash = environment.get("hash")
     run.ledger.context.incumbent_commit = state.incumbent(run.ledger.lines(), run.base)
     run.repo.drop_unfinished_trees()
@@ -57,6 +63,10 @@ def reopen(run: Run, environment: dict[str, Any], limits: Limits | None = None) 
     data["resumption"] = len(before) + 1
     run.ledger.append("resumed", None, data)
     follow(run)
-    if opened:
+    if opened and give_up is not None:
+        at = next((x["data"]["stage"] for x in reversed(run.ledger.lines()) if x["attempt"] == opened.number and "stage" in x["data"]), "quick")
+        close(run, opened.number, Stop(Verdict.UNDECIDED, at, None, f"given up by a person: {give_up.strip()}"))
+        notes.append(f"attempt {opened.number} was open and is given up")
+    elif opened:
         notes.append(f"attempt {opened.number} was open and goes on")
     return notes

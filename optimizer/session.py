@@ -69,8 +69,8 @@ def _limits(run: Run) -> list[tuple[str, float | None]]:
     return [(name, getattr(run.request.limits, name)) for name in Limits.__slots__]
 
 
-def take_up(run: Run, limits: Limits, console: Console) -> int:
-    """`optimize resume`: repair and go on; a finished run goes on only when a limit is raised."""
+def take_up(run: Run, limits: Limits, console: Console, give_up: str | None = None) -> int:
+    """`optimize resume`: repair and go on; a finished run goes on only when a limit is raised. `give_up`: see `reopen`."""
     from optimizer import fingerprint, seal
 
     lines = run.ledger.lines()
@@ -85,7 +85,7 @@ def take_up(run: Run, limits: Limits, console: Console) -> int:
     drawn = weights_there(run)
     environment = fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices)
     notes = [drawn] if drawn else []
-    notes += reopen(run, environment, limits)
+    notes += reopen(run, environment, limits, give_up)
     greet(run, console)
     for note in notes:
         console.print(note, highlight=False)

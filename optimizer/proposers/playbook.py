@@ -186,7 +186,7 @@ def _blocked(ctx: ProposeContext, finding: Finding, mechanism: str, params: Mapp
             if faultless >= 2:
                 return f"{where}: stopped twice by {reason}"
         elif (verdict == "undecided" or reason in NO_EFFECT) and not _much_faster_since(ctx, item):
-            return f"{where}: {verdict} ({reason or 'effect too small to see'}), and the step is not much faster since"
+            return f"{where}: {verdict} ({reason or 'no effect resolved'}), and the step is not much faster since"
         elif verdict == "reject" and reason not in NO_EFFECT:
             return f"{where}: rejected for {reason or 'an unknown reason'}"
     return None

@@ -19,6 +19,7 @@ from optimizer.measure import CandidateFailed, InfrastructureError
 from optimizer.resume import reopen, weights_there
 from optimizer.review.admit import admit
 from optimizer.run import MODEL_CONFIG, Run, RunError, load
+from optimizer.services import Interrupted
 from optimizer.truth import weights
 from optimizer.types import RejectReason
 
@@ -256,6 +257,28 @@ def test_a_parked_patch_that_a_person_admits_is_judged_when_the_run_is_resumed(t
     assert [p["admits"] for p in proposed] == [None, 1]
     pairs = [x["data"]["stage"] for x in again.ledger.lines() if x["kind"] == "pair" and x["attempt"] == 2]
     assert pairs == [], "the same program against the same incumbent takes no new pairs"
+
+
+def test_a_person_may_give_up_the_open_attempt_and_what_it_measured_stays(tmp_path):
+    place = tmp_path / "run"
+    run = new_run(place)
+    with pytest.raises(Interrupted):
+        Loop(Fakes(run, SCRIPT, on_call=lambda what: setattr(run, "stop_requested", what == "pair decide")).services(), run).go()
+    pairs = [line for line in run.ledger.lines() if line["kind"] == "pair" and line["attempt"] == 1]
+    run.ledger.close()
+    again = load(place)
+    with pytest.raises(RunError, match="--give-up: an empty reason"):
+        reopen(again, {"hash": "env"}, give_up=" ")
+    notes = reopen(again, {"hash": "env"}, give_up="its cause is another one")
+    assert notes == ["attempt 1 was open and is given up"]
+    Loop(Fakes(again, SCRIPT).services(), again).go()
+    assert [row[:2] for row in story(again)][:2] == [("undecided", 1), ("rejected", 2)]
+    end = next(line for line in again.ledger.lines() if line["kind"] == "undecided")
+    assert end["data"] == {"stage": "decide", "reason": None, "detail": "given up by a person: its cause is another one"}
+    assert [line for line in again.ledger.lines() if line["kind"] == "pair" and line["attempt"] == 1] == pairs
+    assert [line["attempt"] for line in again.ledger.lines() if line["kind"] == "budget"][:2] == [1, 2], "its cost is entered"
+    with pytest.raises(RunError, match=f"--give-up: no attempt of run {again.request.id} is open"):
+        reopen(again, {"hash": "env"}, give_up="why")
 
 
 def test_on_another_machine_random_weights_are_drawn_again_from_the_seed(repo, tmp_path):
