@@ -307,9 +307,11 @@ def _ablation(data: dict[str, Any]) -> tuple[str, str, str, str]:
     number = isinstance(ratio, int | float) and bool(data.get("pairs"))
     low, high = ci if isinstance(ci, list) and len(ci) == 2 else (None, None)
     span = f"{1 / high:.2f}x to {1 / low:.2f}x" if number and low and high else "n/a"
-    outcome = "dropped" if data.get("incumbent") else "kept"
-    why = str(data.get("why") or "")
-    return str(data.get("title") or "?"), times(ratio) if number else "not timed", span, f"{outcome}: {why}" if why else outcome
+    title, outcome, why = str(data.get("title") or "?"), "dropped" if data.get("incumbent") else "kept", str(data.get("why") or "")
+    if isinstance(data.get("hunks"), int):  # parts of one patch, each trial with pairs of its own
+        tried = ", ".join(map(str, data.get("tried") or ())) or "none"
+        return f"Parts of “{title}”", "", "", f"{data.get('kept')} of {data['hunks']} hunks stay; without some of them: {tried}"
+    return title, times(ratio) if number else "not timed", span, f"{outcome}: {why}" if why else outcome
 
 
 def _pairs(attempt: Attempt) -> str:

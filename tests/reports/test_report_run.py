@@ -15,7 +15,7 @@ from typing import Any
 import build_run
 import pytest
 
-from reports import html, run_data, run_judged
+from reports import html, run_data, run_judged, run_page
 from reports.text import micro
 
 
@@ -116,6 +116,13 @@ def test_every_attempt_is_there_with_its_reason(text: str) -> None:
     for words in ("wrong tokens", "passed a deadline", "numeric drift", "effect -0.3 % is below the margin"):
         assert words in text
     assert text.count('class="tag accepted"') == 3
+
+
+def test_trials_without_parts_of_a_patch_are_not_shown_as_the_patch_left_out_untimed(run: Path, text: str) -> None:
+    whole, parts = run_page.build(run_data.read(run)).ablations
+    assert whole == ("inference mode in the decode step", "1.06x", "1.04x to 1.09x", "kept: buys 6 %")
+    assert parts == ("Parts of “inference mode in the decode step”", "", "", "2 of 2 hunks stay; without some of them: buys -1.4%, buys +6.0%")
+    assert parts[3] in text
 
 
 def test_how_it_was_judged_is_there_and_secrets_are_not(run: Path, text: str) -> None:
