@@ -110,19 +110,23 @@ class _Spans:
         self.map: LayerMap = analysis.layers
         self.length = len(self.map.layers[0])
         self.steady = [layer for layer in self.map.layers if len(layer) == self.length]
+        known = tuple(inputs * outputs for inputs, outputs in analysis.cell.products or ())
+        products = sum(self.anchor(at).role == PRODUCT for at in self.steady[0])
+        self.sizes = known if len(known) == products else ()  # of the products of a layer, in order
         self.first = self.anchor(self.map.layers[0][0]).first
         self.last = self.anchor(self.map.layers[-1][-1]).last
 
     def anchor(self, i: int) -> Anchor:
         return self.map.anchors[i]
 
-    def works(self) -> list[Work]:
-        """Anchors of the mean layer, with their mean time as amount of work."""
-        out: list[Work] = []
-        for k in range(self.length):
-            times = [self._time(self.anchor(layer[k])) for layer in self.steady]
-            out.append(Work(self.anchor(self.steady[0][k]).role, max(float(np.mean(times)), 1.0)))
-        return out
+    def works(self, sized: bool = False) -> list[Work]:
+        """Anchors of the mean layer. Amount of work: the weight's elements where `sized`, else the mean time."""
+        roles = [self.anchor(at).role for at in self.steady[0]]
+        sizes = iter(self.sizes)
+        if sized:
+            return [Work(role, float(next(sizes)) if role == PRODUCT else 1.0) for role in roles]
+        times = ([self._time(self.anchor(layer[k])) for layer in self.steady] for k in range(self.length))
+        return [Work(role, max(float(np.mean(spent)), 1.0)) for role, spent in zip(roles, times, strict=True)]
 
     def _time(self, a: Anchor) -> float:
         return float(self.seq.dur_ns[a.first : a.last + 1].sum())
@@ -162,8 +166,11 @@ def _rows(
     engines: Seq[Analysis], usable: list[int], spans: dict[int, _Spans], labels: tuple[str, ...]
 ) -> list[GroupRow]:
     template = min(usable, key=lambda i: spans[i].length)
+    pairings: dict[int, tuple[Pair, ...]] = {}
+    for i in usable:
+        sized = bool(spans[template].sizes and spans[i].sizes)  # times of one and the same product differ by what else ran
+        pairings[i] = align.align(spans[template].works(sized), spans[i].works(sized))
     base = spans[template].works()
-    pairings: dict[int, tuple[Pair, ...]] = {i: align.align(base, spans[i].works()) for i in usable}
     ranges = align.join(list(pairings.values()), len(base))
     layer_count = spans[template].map.count
     names = _product_names([[base[k].role for k in range(low, high)] for low, high in ranges])

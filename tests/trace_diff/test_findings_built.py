@@ -12,7 +12,7 @@ from benchmarks.planted.bench import score, summary
 from benchmarks.planted.machine import Machine, run, step_ns
 from benchmarks.planted.programs import K, Plant
 from benchmarks.planted.variants import CONTROLS, QUICK, VARIANTS
-from trace_diff import api
+from trace_diff import api, groups
 from trace_diff.findings import RULES
 from trace_diff.types import Status
 
@@ -65,6 +65,16 @@ def test_what_answers_waiting_depends_on_what_makes_the_ranks_drift_apart(tmp_pa
     eager, cpu = ({f.rule: f for f in api.find(built(tmp_path / name, program, late, world=2))} for name, program in (("eager", programs.eager), ("cpu", programs.cpu)))
     assert eager["comm-wait"].skills[0] == "cuda-graph-capture" and "custom-all-reduce" not in eager["comm-wait"].skills
     assert cpu["comm-wait"].skills[0] == "custom-all-reduce"
+
+
+def test_products_of_one_size_are_one_row_however_their_times_differ(tmp_path: Path):
+    """On a busy CPU a product took three times as long in one of two engines, and was taken for two merged ones."""
+    arms = {"here": (("o", 7.4), ("gate_up", 0.2), ("down", 0.6)), "there": ()}
+    here, there = (built(tmp_path / name, programs.eager, Plant(slow=times)) for name, times in arms.items())
+    assert here.cell.products and here.cell.products == there.cell.products
+    rows = [row for row in groups.aligned([here, there])[0] if row.where == "layer"]
+    assert len([row for row in rows if row.anchor]) == 1 + len(here.cell.products)  # attention and every product
+    assert [row.cells[0].count for row in rows] == [row.cells[1].count for row in rows]
 
 
 def test_savings_never_sum_to_more_than_the_wall(tmp_path: Path):
