@@ -167,7 +167,8 @@ def _decide(
 
 
 def _enabler(run: Run, do: Services, candidate: Candidate, at: int, member: Member) -> None:
-    """A member before the end: neutral is enough. What few pairs make look worse gets as many as a decision has."""
+    """A member before the end: neutral is enough. What few pairs make look worse gets as many as a decision has, and what is
+    plainly faster no more than one."""
     if any(d.get("member") == at for d in _attempt(run, candidate.number).data("screened")):
         return
     with failures(run, Stage.SCREEN):
@@ -185,9 +186,13 @@ def _of_enabler(run: Run, do: Services, member: Member) -> StageResult | None:
     lost = len(pairs) - len(kept(pairs))
     if lost > do.protocol.screen_pairs:
         raise InfrastructureError(f"{lost} pairs had to be discarded")
-    if len(pairs) - lost < do.protocol.screen_pairs:
+    if len(pairs) == lost:
         return None
     result = accept.noninferior(pairs, calibration_of(run))
+    if result.passed and result.ci95[1] < 1.0:
+        return result  # plainly faster: one pair says that it is not slower
+    if result.pairs < do.protocol.screen_pairs:
+        return None
     return result if result.passed or result.parked or result.pairs >= do.protocol.decide_pairs else None
 
 

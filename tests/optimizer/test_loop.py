@@ -143,6 +143,16 @@ def test_later_programs_of_a_series_are_compiled_beside_gates_and_never_beside_a
     assert all(diary[at + 1] == "over" for at, what in enumerate(diary) if what == [end]), diary
 
 
+def test_an_enabler_that_is_plainly_faster_needs_one_pair_and_a_neutral_one_two(tmp_path):
+    for name, first, pairs in (("faster", 300, 1), ("neutral", 1000, 2)):
+        enabler = fake.ENABLED_WIN.patches[0] if first == 1000 else fake.speed(first, title="enabler")
+        series = fake.Series((enabler, fake.speed(200, was=first, title="pays")), "scripted")
+        run, _, _ = go(tmp_path / name, [series])
+        assert verdicts(run) == [("accepted", None)]
+        screened = [line["data"] for line in run.ledger.lines() if line["kind"] == "screened"]
+        assert screened[0]["member"] == 0 and screened[0]["pairs"] == pairs
+
+
 def test_no_engine_of_a_series_is_started_before_the_texts_of_all_may_run(tmp_path):
     """A line of 233 characters in the third patch was found after the engines of two had been started and asked."""
     series = fake.Series((*fake.ENABLED_WIN.patches[:1], *fake.GATE_EDIT.patches), "scripted")
