@@ -152,7 +152,7 @@ GRAPHS = (
         '''            step.logits = self.forward(step, metadata)
 ''',
         '''            step.logits = self.forward(step, metadata)
-            step.tokens = step.logits.float().argmax(dim=-1)
+            step.tokens = step.logits.argmax(dim=-1)  # 16 bits order as their float32 does
 ''',
     ),
 )
