@@ -46,7 +46,7 @@ def real(run: Run, view: View) -> Iterator[Services]:
         earlier_s=state.wall_s(run.ledger.lines()[:-1]),
     )
     prompts = PromptSource(bytes.fromhex(want.prompt_key), want.model_dir)
-    oracle = Oracle(want.model_dir, want.device, engine_dtype=want.dtype)
+    oracle = Oracle(want.model_dir, want.device, engine_dtype=want.dtype, devices=want.devices)
     with awake(want.devices if want.device == "cuda" else None), oracle:
         bands.settle(run, oracle, prompts, protocol, view)
         made = _Real(run, view, protocol, prompts, oracle)

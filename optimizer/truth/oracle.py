@@ -81,8 +81,8 @@ class Score:
 class Oracle:
     """One subprocess for a whole run; models of several directories (`at`) share it.
 
-    Starts at once and loads while the caller does other things: the first question waits for it. A context
-    manager; `close` ends the process.
+    Starts at once and loads while the caller does other things: the first question waits for it. On GPUs it takes the
+    first of `devices`, where the engine runs. A context manager; `close` ends the process.
     """
 
     def __init__(
@@ -93,11 +93,12 @@ class Oracle:
         *,
         engine_dtype: str = "float32",
         bands: Bands | None = None,
+        devices: Sequence[int] = (),
         timeout_s: float = 300.0,
     ) -> None:
         self.model_dir = Path(model_dir).resolve()
         self.bands = bands or BANDS[engine_dtype]
-        self._link = _Link(device, dtype, timeout_s)
+        self._link = _Link(device, dtype, devices, timeout_s)
         self._link.ask_later("load", self.model_dir)
 
     def __enter__(self) -> Oracle:
@@ -195,7 +196,7 @@ def without_ids(score: Score) -> Score:
 class _Link:
     """The pipe to the worker: one question at a time, deadlines, a clear error when it dies."""
 
-    def __init__(self, device: str, dtype: str, timeout_s: float) -> None:
+    def __init__(self, device: str, dtype: str, devices: Sequence[int], timeout_s: float) -> None:
         self._device, self._asked_dtype, self._timeout_s = device, dtype, timeout_s
         self._lock = threading.Lock()
         self._pending = False
@@ -205,6 +206,8 @@ class _Link:
             for k, v in os.environ.items()
             if k in ("PATH", "HOME", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
         }
+        if devices:
+            env["CUDA_VISIBLE_DEVICES"] = str(devices[0])
         env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loop_fakes import new_run
+from rich.console import Console
 
+from optimizer import wiring
 from optimizer.gates import sampling, streams
 from optimizer.gates.streams import Expected
 from optimizer.traffic import prompts as prompts_module
@@ -17,6 +20,7 @@ from optimizer.traffic.prompts import PAGE_LENGTHS, PromptSource
 from optimizer.truth import weights
 from optimizer.truth.oracle import BANDS, Bands, Oracle, OracleError, calibrated
 from optimizer.types import RejectReason, Stream
+from optimizer.view import Terminal
 
 MODEL = Path(__file__).resolve().parents[2] / "engine" / "tiny_qwen3"
 KEY = b"0123456789abcdef"
@@ -99,6 +103,24 @@ def test_a_failing_oracle_is_an_error_not_a_verdict(oracle, tmp_path):
     with pytest.raises(OracleError, match="oracle, score"):
         oracle.at(tmp_path).score([stream((1, 2), (3,))])
     assert oracle.score([stream((1, 2), (3,))]), "and it goes on"
+
+
+def test_on_gpus_the_oracle_takes_the_first_that_the_run_was_given():
+    """`--devices 1` left the engines on that card and put the oracle, and the measured bandwidth, on card 0."""
+    with Oracle(MODEL, devices=(3, 2)) as made:
+        environment = Path(f"/proc/{made._link._process.pid}/environ").read_bytes().split(b"\0")
+        assert b"CUDA_VISIBLE_DEVICES=3" in environment
+
+
+def test_a_run_hands_its_devices_to_the_oracle(tmp_path, monkeypatch):
+    def asked(*_, devices, **__):
+        raise OracleError(f"asked for {devices}")
+
+    monkeypatch.setattr("optimizer.truth.oracle.Oracle", asked)
+    run = new_run(tmp_path / "run")
+    run.request = replace(run.request, device="cuda", devices=(1,))
+    with pytest.raises(OracleError, match=r"asked for \(1,\)"), wiring.real(run, Terminal(Console())):
+        pass
 
 
 def test_a_closed_oracle_says_so():
