@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from build import Build
 
 from benchmarks.planted import programs
 from benchmarks.planted.bench import score, summary
@@ -75,6 +76,36 @@ def test_products_of_one_size_are_one_row_however_their_times_differ(tmp_path: P
     rows = [row for row in groups.aligned([here, there])[0] if row.where == "layer"]
     assert len([row for row in rows if row.anchor]) == 1 + len(here.cell.products)  # attention and every product
     assert [row.cells[0].count for row in rows] == [row.cells[1].count for row in rows]
+
+
+def standing_still(folder: Path, pause_ns: int, at: int) -> Path:
+    """Four decode steps of six Triton launches each; in the third the thread pauses before launch `at`."""
+    trace, now, correlation = Build(), 0, 1
+    for step in range(4):
+        begin = now
+        for launch in range(6):
+            now += 20_000
+            trace.op("aten::empty", now, 3_000)
+            now += 30_000 if (step, launch) != (2, at) else pause_ns
+            kernel = ("decode_attention", "skinny_gemv")[launch % 2]
+            trace.launch(kernel, now, now + 8_000, 9_000, correlation, call="cuLaunchKernelEx")
+            now, correlation = now + 6_000, correlation + 1
+        trace.mark(f"execute_context_0(0)_generation_{step + 1}({step + 1})", begin, now + 20_000 - begin)
+        now += 40_000
+    (folder / "rank0.json").write_text(trace.text())
+    return folder / "rank0.json"
+
+
+@pytest.mark.parametrize(("pause_ns", "at", "found"), [(800_000_000, 0, True), (800_000_000, 4, False), (30_000_000, 0, False)])
+def test_a_step_that_waits_for_a_compiler_is_named_although_nothing_of_it_is_traced(pause_ns: int, at: int, found: bool, tmp_path: Path):
+    """Triton compiled anew in a step with prompts: 1 s of nothing before a launch. A pause elsewhere, or a short one, is not that."""
+    analysis = api.analyse(api.load(standing_still(tmp_path, pause_ns, at), "standing still"))
+    said = next(f for f in api.find(analysis) if f.rule == "recompilation")
+    assert (said.status is Status.FOUND) is found
+    if found:
+        assert "A step stands still for 800 ms before its first decode_attention" in said.title and "generation_3(3)" in said.title
+        assert said.bound_us is None and said.inferred and said.evidence[0]["us"] == pytest.approx(800_000, rel=1e-4)
+        assert any("one-time: in 1 of 4 steps" in note for note in said.notes)
 
 
 def test_savings_never_sum_to_more_than_the_wall(tmp_path: Path):

@@ -96,7 +96,7 @@ def _found(context: Context, claim: _Claim) -> Finding:
     if claim.alone_ns - claim.claimed_ns > 0.02 * claim.alone_ns and bound is not None:
         notes.append(f"{claim.alone_ns / 1000:.1f} us per step on its own; the rest is claimed by dearer findings")
     evidence = (
-        {"what": "traced per step", "us": round(claim.alone_ns / 1000, 3)},
+        *([{"what": "traced per step", "us": round(claim.alone_ns / 1000, 3)}] if _every_step(draft) else []),
         *draft.evidence,
         *_call_sites(context, draft),
     )

@@ -1,15 +1,23 @@
-"""Something is compiled, traced or loaded inside a steady step.
+"""Something is compiled, traced or loaded while requests are served.
 
-Signature: compiler, autotuner or module-loading calls within the averaged steps. Saving: their time, per step
-only where they occur in every averaged step; a single occurrence is one-time and gets no bound.
+Signature: compiler, autotuner or module-loading calls within the averaged steps. Or, in any step of the trace, the thread
+stands still, untraced, in front of the first launch of a kernel that no operator makes (a Triton kernel, say), and not
+in front of the others: Triton compiles anew for a number that changed, and leaves nothing else in a trace. Saving: their
+time, per step only where they occur in every step; a single occurrence is one-time and gets no bound.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
+import numpy as np
+
+from trace_diff import hosttree, windows
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, Draft, NotFound
+from trace_diff.ingest import Trace
+from trace_diff.types import Kind, Step
 from trace_diff.whatif import Edit
 
 RULE = "recompilation"
@@ -22,12 +30,15 @@ _COMPILES = re.compile(
 )
 
 _LOADS = re.compile(r"^(cu|hip|cuda)(ModuleLoad|LibraryLoad)")
+_DRIVER_LAUNCH = re.compile(r"^(cuLaunchKernel|hipModuleLaunchKernel)")
+LEAST_STALL_NS = 50_000_000  # no compiler is faster, few other things in front of a launch are as slow
+TIMES_USUAL = 20  # of the step's other such launches
 
 
 def look(context: Context) -> Draft | NotFound:
     uses = context.named(_compiles)
     if not uses:
-        return NotFound("nothing is compiled or loaded in the averaged steps")
+        return _standstill(context) or NotFound("nothing is compiled or loaded in the averaged steps")
     steps = len(context.trees)
     seen = sum(any(u.per_step[k] for u in uses) for k in range(steps))
     at = context.rows_named(_compiles)
@@ -42,6 +53,50 @@ def look(context: Context) -> Draft | NotFound:
         skills=SKILLS,
         seen_in=(seen, steps),
     )
+
+
+def _standstill(context: Context) -> Draft | None:
+    """Over all complete steps of the rank, whatever their phase; None when every launch comes in time."""
+    steps = [step for step in windows.steps(context.trace) if step.complete]
+    found = [(step, kernel, ns) for step in steps for kernel, ns in _stalls(context.trace, step)]
+    if not found:
+        return None
+    step, kernel, longest = max(found, key=lambda x: x[2])
+    seen = len({step.index for step, _, _ in found})
+    return Draft(
+        title=f"A step stands still for {longest / 1e6:,.0f} ms before its first {kernel}, as compiling it would take"
+        + (f"; {seen} of {len(steps)} steps do so" if seen > 1 else f" ({step.name})"),
+        formula=FORMULA,
+        basis=Basis.HOST,
+        direct_ns=sum(ns for _, _, ns in found) / len(steps),
+        evidence=tuple(
+            {"what": f"before the first {kernel}", "step": step.name, "phase": str(step.phase), "us": round(ns / 1000, 1)}
+            for step, kernel, ns in sorted(found, key=lambda x: -x[2])[:8]
+        ),
+        skills=SKILLS,
+        inferred=True,
+        seen_in=(seen, len(steps)),
+    )
+
+
+def _stalls(trace: Trace, step: Step) -> Iterator[tuple[str, int]]:
+    """(kernel, ns without a traced row in front of its first launch in the step), where that is out of all proportion."""
+    e, tree = trace.events, hosttree.build(trace, step)
+    rows = tree.rows[tree.outermost()]
+    if len(rows) < 2:
+        return
+    ends = np.maximum.accumulate(e.ts_ns[rows] + e.dur_ns[rows])
+    gaps = dict(zip(rows[1:].tolist(), np.maximum(e.ts_ns[rows][1:] - ends[:-1], 0).tolist(), strict=True))
+    kernels = step.rows[e.kind[step.rows] == Kind.KERNEL]
+    names = dict(zip(e.correlation[kernels].tolist(), e.name[kernels].tolist(), strict=True))
+    launches = [row for row in gaps if _DRIVER_LAUNCH.match(trace.names[e.name[row]]) and int(e.correlation[row]) in names]
+    usual = float(np.median([gaps[row] for row in launches])) if launches else 0.0
+    first: set[int] = set()
+    for row in launches:
+        kernel = names[int(e.correlation[row])]
+        if kernel not in first and gaps[row] >= max(LEAST_STALL_NS, TIMES_USUAL * usual):
+            yield trace.names[kernel], gaps[row]
+        first.add(kernel)
 
 
 def _compiles(name: str) -> bool:
