@@ -41,9 +41,11 @@ def reopen(run: Run, environment: dict[str, Any], limits: Limits | None = None, 
     of its own. Raises LedgerBroken, LedgerBusy, and RunError when there is nothing to give up.
     """
     notes = run.ledger.verify()
-    if give_up is not None and (state.open_attempt(run.ledger.lines()) is None or not give_up.strip()):
-        why = "an empty reason" if not give_up.strip() else f"no attempt of run {run.request.id} is open"
-        raise RunError(f"--give-up: {why}")
+    opened = state.open_attempt(run.ledger.lines())
+    if give_up is not None and not give_up.strip():
+        raise RunError("--give-up: an empty reason")
+    if give_up is not None and opened is None:
+        raise RunError(f"--give-up: no attempt of run {run.request.id} is open")
     run.ledger.context.env_hash = environment.get("hash")
     run.ledger.context.incumbent_commit = state.incumbent(run.ledger.lines(), run.base)
     run.repo.drop_unfinished_trees()
@@ -53,7 +55,6 @@ def reopen(run: Run, environment: dict[str, Any], limits: Limits | None = None, 
     if limits is not None:
         given = {k: getattr(limits, k) for k in Limits.__slots__ if getattr(limits, k) is not None}
         run.request = replace(run.request, limits=replace(run.request.limits, **given))
-    opened = state.open_attempt(run.ledger.lines())
     data = {
         "environment": environment,
         "limits": {k: getattr(run.request.limits, k) for k in Limits.__slots__},

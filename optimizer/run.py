@@ -142,7 +142,6 @@ class Run:
         """One arm: the tree of a commit, checked out at worktrees/<name>, with everything else as requested."""
         want = self.request
         tp = want.tp if tp is None else tp
-        compiled, before = (self._compiled(c, tp) for c in (commit, None if commit == self.base else f"{commit}^"))
         return LaunchSpec(
             tree=self.repo.tree(commit, name),
             target=self.target,
@@ -154,13 +153,13 @@ class Run:
             sandbox=want.sandbox,
             label=label,
             extra_args=want.engine_args,
-            compiled=compiled,
-            compiled_before=before,
+            compiled=self._compiled(commit, tp),
+            compiled_before=None if commit == self.base else self._compiled(f"{commit}^", tp),
         )
 
-    def _compiled(self, commit: str | None, tp: int) -> Path | None:
+    def _compiled(self, commit: str, tp: int) -> Path | None:
         """Where what a commit's tree compiles lies; on a CPU nothing is compiled."""
-        if commit is None or self.request.device != "cuda":
+        if self.request.device != "cuda":
             return None
         return self.dir / "compiled" / f"{self.repo.tree_of(commit)[:16]}-tp{tp}"
 

@@ -40,21 +40,20 @@ class HostTree:
         """Entries without a parent, in call order."""
         return np.flatnonzero(self.parent < 0).tolist()
 
+    def gaps_ns(self, trace: Trace) -> npt.NDArray[np.int64]:
+        """Untraced host time in front of each outermost entry but the first, in call order."""
+        e, rows = trace.events, self.rows[self.outermost()]
+        start, end = e.ts_ns[rows], np.maximum.accumulate(e.ts_ns[rows] + e.dur_ns[rows])
+        return np.maximum(start[1:] - end[:-1], 0)
+
     def lead_ns(self, trace: Trace, most: float = 3.0) -> npt.NDArray[np.int64]:
-        """Untraced host time in front of each outermost entry (0 for others): the Python that leads up to it.
+        """`gaps_ns` by entry (0 for those that are not outermost): the Python that leads up to it.
 
         A pause longer than `most` times the median is something else (a wait, another thread) and is cut there.
         """
-        e = trace.events
-        out = np.zeros(len(self), np.int64)
-        at = np.flatnonzero(self.parent < 0)
-        if len(at) < 2:
-            return out
-        rows = self.rows[at]
-        start, end = e.ts_ns[rows], np.maximum.accumulate(e.ts_ns[rows] + e.dur_ns[rows])
-        gaps = np.maximum(start[1:] - end[:-1], 0)
-        limit = int(most * float(np.median(gaps)))
-        out[at[1:]] = np.minimum(gaps, limit)
+        out, gaps = np.zeros(len(self), np.int64), self.gaps_ns(trace)
+        if len(gaps):
+            out[self.outermost()[1:]] = np.minimum(gaps, int(most * float(np.median(gaps))))
         return out
 
 

@@ -58,9 +58,9 @@ class Playbook:
             if isinstance(answer, str):
                 refusals.append(Refusal(finding.id, skill.name, answer))
             elif entry is not None:
-                return answer
-            elif (worth := _worth(ctx, finding, skill, answer)) > best[0]:
-                best = worth, answer
+                return answer[1]
+            elif answer[0] > best[0]:
+                best = answer
         return best[1] or Declined(self.name, tuple(refusals), "" if refusals else "no finding that a skill answers")
 
     def _candidates(self, ctx: ProposeContext) -> Iterator[tuple[Finding, Skill, Entry | None]]:
@@ -85,7 +85,8 @@ class Playbook:
         volunteers = [s for s in self.skills.values() if s not in named and {finding.rule, finding.id} & set(s.answers)]
         return [*named, *volunteers]
 
-    def _try(self, ctx: ProposeContext, finding: Finding, skill: Skill, entry: Entry | None) -> Series | str:
+    def _try(self, ctx: ProposeContext, finding: Finding, skill: Skill, entry: Entry | None) -> tuple[float, Series] | str:
+        """A series and what it is worth, or why there is none."""
         reach = _reach(ctx, finding, skill)
         if isinstance(reach, str):
             return reach
@@ -102,7 +103,8 @@ class Playbook:
                 return rewrites
             series = _series(ctx, finding, rewrites, params)
             if isinstance(series, Series):
-                return _too_little(ctx, finding, skill, series) or series
+                worth = _worth(ctx, finding, series)
+                return _too_little(ctx, finding, worth) or (worth, series)
             why = series
         return why
 
@@ -139,16 +141,15 @@ def _reach(ctx: ProposeContext, finding: Finding, skill: Skill) -> float | str |
     return min(finding.bound_us, max(bounds))
 
 
-def _worth(ctx: ProposeContext, finding: Finding, skill: Skill, series: Series) -> float:
-    """Bounds of all findings that the series answers; of the first what the skill reaches of it."""
-    reach = _reach(ctx, finding, skill)
+def _worth(ctx: ProposeContext, finding: Finding, series: Series) -> float:
+    """Bounds of all findings that the series answers; `finding` is its first, bound to what the skill reaches of it."""
     cited = {name for patch in series.patches for name in patch.finding_ids} - {finding.id}
-    return (reach if isinstance(reach, float | int) else -1.0) + sum(f.bound_us or 0.0 for f in ctx.findings if f.id in cited)
+    return (-1.0 if finding.bound_us is None else finding.bound_us) + sum(f.bound_us or 0.0 for f in ctx.findings if f.id in cited)
 
 
-def _too_little(ctx: ProposeContext, finding: Finding, skill: Skill, series: Series) -> str | None:
-    """Why all that the series answers is not worth an attempt, or None."""
-    bound, token_us = _worth(ctx, finding, skill, series), ctx.budget.token_us
+def _too_little(ctx: ProposeContext, finding: Finding, bound: float) -> str | None:
+    """Why all that a series answers is not worth an attempt, or None."""
+    token_us = ctx.budget.token_us
     if finding.per != "token" or finding.bound_us is None or not token_us or bound / token_us >= ctx.budget.margin:
         return None
     return f"its bound of {bound:.1f} us is {bound / token_us:.2%} of a token, below the margin of {ctx.budget.margin:.2%}"

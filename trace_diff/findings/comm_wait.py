@@ -63,7 +63,7 @@ def collectives(context: Context) -> float:
 
 def answering(context: Context) -> tuple[str, ...]:
     """What brings ranks together that arrive apart: see the module docstring."""
-    host_paced = context.on_gpu and context.kernel_launches > collectives(context)
+    host_paced = context.on_gpu and context.breakdown.counts.get("kernel_launches", 0.0) > collectives(context)
     return tuple(s for s in SKILLS if s != ("custom-all-reduce" if host_paced else "cuda-graph-capture"))
 
 

@@ -5,7 +5,6 @@ Not for: rules themselves, savings that overlap (ledger).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -21,9 +20,6 @@ from trace_diff.hosttree import HostTree
 from trace_diff.ingest import Trace
 from trace_diff.types import Breakdown, Kind, Step
 from trace_diff.windows import marks
-
-_LAUNCH = re.compile(r"^(cuda|hip|cu)\w*Launch\w*Kernel|LaunchKernel|ModuleLaunch")
-_GRAPH = re.compile(r"GraphLaunch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +104,6 @@ class Context:
             self.trace.names[c]: NameUse(self.trace.names[c], tuple(v), own[c] / n, total[c] / n)
             for c, v in counts.items()
         }
-
-    @cached_property
-    def kernel_launches(self) -> float:
-        """Kernels that the host launches one by one, mean per step."""
-        return sum(u.mean for u in self.named(lambda n: bool(_LAUNCH.search(n))))
-
-    @cached_property
-    def graph_launches(self) -> float:
-        """Graphs that the host launches, mean per step."""
-        return sum(u.mean for u in self.named(lambda n: bool(_GRAPH.search(n))))
 
     @cached_property
     def work_names(self) -> list[str]:

@@ -22,7 +22,7 @@ def look(context: Context) -> Draft | NotFound:
     if not context.on_gpu:
         return NotFound("no device work in the step")
     busy, idle = context.breakdown.gpu_busy_ns or 0, context.breakdown.gpu_idle_ns or 0
-    launches, graphs = context.kernel_launches, context.graph_launches
+    launches, graphs = (context.breakdown.counts.get(name, 0.0) for name in ("kernel_launches", "graph_launches"))
     share = idle / context.breakdown.wall_ns if context.breakdown.wall_ns else 0.0
     row = {
         "what": "launches",

@@ -17,6 +17,7 @@ from trace_diff import hosttree, windows
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, Draft, NotFound
 from trace_diff.ingest import Trace
+from trace_diff.links import links
 from trace_diff.types import Kind, Step
 from trace_diff.whatif import Edit
 
@@ -82,21 +83,16 @@ def _standstill(context: Context) -> Draft | None:
 def _stalls(trace: Trace, step: Step) -> Iterator[tuple[str, int]]:
     """(kernel, ns without a traced row in front of its first launch in the step), where that is out of all proportion."""
     e, tree = trace.events, hosttree.build(trace, step)
-    rows = tree.rows[tree.outermost()]
-    if len(rows) < 2:
-        return
-    ends = np.maximum.accumulate(e.ts_ns[rows] + e.dur_ns[rows])
-    gaps = dict(zip(rows[1:].tolist(), np.maximum(e.ts_ns[rows][1:] - ends[:-1], 0).tolist(), strict=True))
+    gaps = dict(zip(tree.rows[tree.outermost()[1:]].tolist(), tree.gaps_ns(trace).tolist(), strict=True))
     kernels = step.rows[e.kind[step.rows] == Kind.KERNEL]
-    names = dict(zip(e.correlation[kernels].tolist(), e.name[kernels].tolist(), strict=True))
-    launches = [row for row in gaps if _DRIVER_LAUNCH.match(trace.names[e.name[row]]) and int(e.correlation[row]) in names]
+    launched = dict(zip(links(trace).launch_of(len(e))[kernels].tolist(), e.name[kernels].tolist(), strict=True))
+    launches = [row for row in gaps if row in launched and _DRIVER_LAUNCH.match(trace.names[e.name[row]])]
     usual = float(np.median([gaps[row] for row in launches])) if launches else 0.0
     first: set[int] = set()
     for row in launches:
-        kernel = names[int(e.correlation[row])]
-        if kernel not in first and gaps[row] >= max(LEAST_STALL_NS, TIMES_USUAL * usual):
-            yield trace.names[kernel], gaps[row]
-        first.add(kernel)
+        if launched[row] not in first and gaps[row] >= max(LEAST_STALL_NS, TIMES_USUAL * usual):
+            yield trace.names[launched[row]], gaps[row]
+        first.add(launched[row])
 
 
 def _compiles(name: str) -> bool:

@@ -8,7 +8,6 @@ comm-wait, so this finding carries no bound of its own.
 from __future__ import annotations
 
 from trace_diff.findings import comm_wait
-from trace_diff.findings.comm_wait import LEAST_SHARE, answering, late_rank
 from trace_diff.findings.context import Context
 from trace_diff.findings.draft import Basis, CouldNotLook, Draft, NotFound
 
@@ -25,10 +24,10 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         return NotFound("one rank")
     if all("comm.wait" not in b.parts for b in accounts.values()):
         return NotFound("no rank waits for another")
-    late = late_rank(context)
+    late = comm_wait.late_rank(context)
     waits = {r: b.parts.get("comm.wait", 0) for r, b in accounts.items()}
     most = max(waits.values())
-    if late is None or most < LEAST_SHARE * context.breakdown.wall_ns:
+    if late is None or most < comm_wait.LEAST_SHARE * context.breakdown.wall_ns:
         return NotFound("no single rank makes the others wait")
     return Draft(
         title=f"Rank {late['rank']} is late: its peers wait up to {most / 1e6:.2f} ms a step for it; {late['cause']}",
@@ -36,6 +35,6 @@ def look(context: Context) -> Draft | NotFound | CouldNotLook:
         basis=Basis.HOST,
         direct_ns=float(most),
         evidence=(late, {"what": "waiting per rank, us", **{str(r): round(w / 1000, 1) for r, w in waits.items()}}),
-        skills=answering(context),
+        skills=comm_wait.answering(context),
         counted_under="comm-wait",
     )
