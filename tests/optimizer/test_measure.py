@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from optimizer import environment, measure, targets
+from optimizer.arms import Arm
 from optimizer.confine.launch import LaunchError
 from optimizer.gates.streams import tokenizer_of
 from optimizer.measure import Bench, CandidateFailed, InfrastructureError
@@ -206,8 +207,21 @@ def test_the_times_are_those_of_the_arrivals():
     pair, _, _ = take(Engine(step_s=0.055), Engine(step_s=0.013))
     assert pair.a_us_per_token == pytest.approx(55_000) and pair.b_us_per_token == pytest.approx(13_000)
     assert pair.guards["decode.ttft_p50_us"] == (pytest.approx(80_000), pytest.approx(80_000))
-    assert pair.guards["peak_memory_bytes"] == (1e9, 1e9)
+    assert pair.guards["peak_memory_bytes"] == (1e9, 1e9) and pair.facts["memory_bytes"] == {"a": 1e9, "b": 1e9}
     assert pair.discarded is None and pair.facts["start_s"] == {"a": 4.0, "b": 4.0}
+
+
+@pytest.mark.parametrize(("device", "tp", "more", "seen"), [
+    ("cuda", 2, 868 << 20, 0),  # CUDA graphs with NCCL inside, two ranks of 15 GB: 2.7 %
+    ("cuda", 1, 868 << 20, 356 << 20),
+    ("cuda", 2, -(868 << 20), -(868 << 20)),
+    ("cpu", 4, 1 << 20, 1 << 20),
+])  # fmt: skip
+def test_on_a_gpu_each_rank_may_hold_its_graphs_beyond_the_margin(device, tp, more, seen):
+    one = Arm((), 4.0, 1.0, 30.7e9, None, 0.0)  # type: ignore[arg-type]
+    spec = LaunchSpec(Path(), TARGET, Path("python"), Path(), tp, device)
+    guards = measure._guards(one, replace(one, memory_bytes=one.memory_bytes + more), QUICK, spec)
+    assert guards["peak_memory_bytes"] == (30.7e9, 30.7e9 + seen)
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
