@@ -14,7 +14,9 @@ from rich.text import Text
 
 from optimizer import state
 from optimizer.ledger import Line
+from reports import run_data
 
+_STAGES = (("confirm", "confirmed"), ("decide", "decided"), ("screen", "screened"))
 _COLOURS = {"accept": "green", "reject": "red", "undecided": "yellow", "parked": "magenta"}
 
 
@@ -30,7 +32,7 @@ def table(lines: Sequence[Line]) -> RenderableType:
 
 def _row(attempt: state.Attempt) -> list[Any]:
     proposed = attempt.data("proposed")
-    measured = next((d for kind in ("confirmed", "decided", "screened") for d in reversed(attempt.data(kind))), {})
+    measured = _measured(attempt)
     end = attempt.end["data"] if attempt.end else {}
     verdict = str(attempt.verdict or "open")
     names = " + ".join(dict.fromkeys(p["mechanism"] for p in proposed))
@@ -44,6 +46,17 @@ def _row(attempt: state.Attempt) -> list[Any]:
         Text(verdict, style=_COLOURS.get(verdict, "")),
         _why(attempt, end, measured),
     ]
+
+
+def _measured(attempt: state.Attempt) -> dict[str, Any]:
+    """What the latest stage that has pairs says: as it was judged, or by its pairs where the attempt ended within it."""
+    for stage, judged in _STAGES:
+        if said := attempt.data(judged):
+            return said[-1]
+        pairs = run_data.measure(p for p in attempt.data("pair") if p.get("stage") == stage and p.get("key") == attempt.key)
+        if pairs.ratio is not None and pairs.a_us is not None and pairs.b_us is not None:
+            return {"ratio": pairs.ratio, "ci95": pairs.ci95, "measured_us": pairs.a_us - pairs.b_us}
+    return {}
 
 
 def _why(attempt: state.Attempt, end: dict[str, Any], measured: dict[str, Any]) -> str:

@@ -28,8 +28,6 @@ try:
 except ImportError:  # a torch for CPUs: `reference` is all that is used
     triton = None
 
-MOST_PARTS = 16  # of a sequence: with 8 KV heads they fill a large GPU at batch 1; a batch fills it with fewer
-TOKENS = 64  # read at a time
 _ended: dict[tuple[torch.device, int], torch.Tensor] = {}  # parts of a sequence and KV head that have ended; else zero
 
 
@@ -37,8 +35,25 @@ def decode_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
     """q [G, heads, D], pages k and v [blocks, page, kv_heads, D], tables [G, most], lengths [G] -> [G, heads, D]."""
-    on_gpu = triton is not None and q.is_cuda and q.element_size() == 2
-    return launch(q, k, v, tables, lengths) if on_gpu else reference(q, k, v, tables, lengths)
+    if triton is None or not q.is_cuda or q.element_size() != 2:
+        return reference(q, k, v, tables, lengths)
+    count, heads, size = q.shape
+    q, (page, kv_heads) = q.contiguous(), k.shape[1:3]
+    alone, short = count == 1, tables.shape[1] * page <= 1024
+    tokens = 64 if not alone else 32 if short else 128  # read at a time
+    parts = min(8 if alone and short else 16, triton.next_power_of_2(max(2, 64 // count)))  # a batch fills the GPU with fewer
+    out, key = torch.empty_like(q), (q.device, max(4096, triton.next_power_of_2(count * kv_heads)))
+    if key not in _ended:
+        _ended[key] = torch.zeros(key[1], dtype=torch.int32, device=q.device)
+    partial = torch.empty((count, heads, parts, size), dtype=torch.float32, device=q.device)
+    sums = torch.empty((count, heads, parts, 2), dtype=torch.float32, device=q.device)
+    pdl = torch.cuda.get_device_capability(q.device) >= (9, 0)
+    paged_attention_parts[(count, kv_heads, parts)](
+        q, k, v, tables, lengths, partial, sums, _ended[key], out, tables.stride(0), size**-0.5,
+        PAGE=page, KV=kv_heads, GROUP=heads // kv_heads, ROWS=max(16, heads // kv_heads), D=size, PARTS=parts, TOKENS=tokens,
+        PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -48,24 +63,6 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.T
     grouped = q.unflatten(1, (k.shape[2], -1))
     out = F.scaled_dot_product_attention(grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask[:, None, None, :])
     return out.flatten(1, 2)
-
-
-def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    count, heads, size = q.shape
-    parts = min(MOST_PARTS, triton.next_power_of_2(max(2, 64 // count)))
-    q, (page, kv_heads) = q.contiguous(), k.shape[1:3]
-    out, key = torch.empty_like(q), (q.device, max(4096, triton.next_power_of_2(count * kv_heads)))
-    if key not in _ended:
-        _ended[key] = torch.zeros(key[1], dtype=torch.int32, device=q.device)
-    partial = torch.empty((count, heads, parts, size), dtype=torch.float32, device=q.device)
-    sums = torch.empty((count, heads, parts, 2), dtype=torch.float32, device=q.device)
-    pdl = torch.cuda.get_device_capability(q.device) >= (9, 0)
-    paged_attention_parts[(count, kv_heads, parts)](
-        q, k, v, tables, lengths, partial, sums, _ended[key], out, tables.stride(0), size**-0.5,
-        PAGE=page, KV=kv_heads, GROUP=heads // kv_heads, ROWS=max(16, heads // kv_heads), D=size, PARTS=parts, TOKENS=TOKENS,
-        PDL=pdl, launch_pdl=pdl,
-    )  # fmt: skip
-    return out
 
 
 if triton is not None:
@@ -81,7 +78,10 @@ if triton is not None:
         span = tl.cdiv(tl.cdiv(length, PARTS), TOKENS) * TOKENS
         row, position = tables + sequence * table_row, part * span + tl.arange(0, TOKENS)
         block = tl.load(row + position // PAGE, mask=position < length, other=0)
-        if PDL:  # queries, and the newest keys and values, must be there
+        if PDL:  # older keys and values come to the L2 cache meanwhile; queries and the newest must be there
+            lines = ((block.to(tl.int64) * PAGE + position % PAGE) * KV + head)[:, None] * D + (tl.arange(0, D // 64 if D >= 64 else 1) * 64)[None, :]
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [k + lines], dtype=tl.int32, is_pure=False, pack=1)
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [v + lines], dtype=tl.int32, is_pure=False, pack=1)
             tl.extra.cuda.gdc_wait()
         if part * span < length:
             last = tl.minimum((part + 1) * span, length)

@@ -45,13 +45,24 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def launch(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight.shape
     out = x.new_empty((1, outputs))
-    few = inputs % 2048 == 0 and outputs <= 2 * inputs and inputs <= 4096  # figures: see the skill
-    rows, step, warps = (4, 2048, 4) if few else (1, 1024 if inputs % 1024 == 0 else 512, 8)
+    rows, step, warps, passing = sizes(outputs, inputs)
     pdl = torch.cuda.get_device_capability(x.device) >= (9, 0)
     skinny_gemv[(triton.cdiv(outputs, rows),)](
-        x, weight, out, outputs, K=inputs, ROWS=rows, STEP=step, PDL=pdl, launch_pdl=pdl, num_warps=warps
-    )
+        x, weight, out, outputs, inputs, K=inputs, ROWS=rows, STEP=step, LONG=step >= 2048 and inputs > 4096,
+        KEEP="evict_first" if passing else "", PDL=pdl, launch_pdl=pdl, num_warps=warps,
+    )  # fmt: skip
     return out
+
+
+def sizes(outputs: int, inputs: int) -> tuple[int, int, int, bool]:
+    """Rows and columns that a program takes at a time, its warps, whether weights leave the L1 cache first: see the skill."""
+    if inputs in (1024, 2048, 4096) and outputs % inputs == 0:  # behind attention, which leaves the memory idle: rows whole
+        return 8192 // inputs, inputs, 8, False
+    if inputs > 4096 and inputs % 2048 == 0:
+        return (1, 4096, 8, False) if inputs % 4096 == 0 else (4, 2048, 4, True)
+    if inputs % 2048 == 0 and outputs <= 2 * inputs:
+        return 4, 2048, 4, False
+    return 1, 1024 if inputs % 1024 == 0 else 512, 8, True
 
 
 def launch_few(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -80,17 +91,21 @@ if triton is not None:
         tl.store(out + m[:, None] * outputs + n[None, :], acc.to(out.dtype.element_ty), mask=real & inside)
 
     @triton.jit
-    def skinny_gemv(x, weight, out, outputs, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+    def skinny_gemv(x, weight, out, outputs, inputs, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, LONG: tl.constexpr,
+                    KEEP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         n, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP)
         inside, at = (n < outputs)[:, None], weight + n[:, None] * K + k[None, :]
-        part = tl.load(at, mask=inside, other=0.0)  # no kernel before this one writes weights: they come while it ends
+        part = tl.load(at, mask=inside, other=0.0, eviction_policy=KEEP)  # no kernel before writes weights: they come while it ends
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         acc = tl.load(x + k).to(tl.float32)[None, :] * part.to(tl.float32)
-        for start in range(STEP, K, STEP):
+        if LONG:  # fewer registers, more programs at a time
+            acc = tl.sum(tl.reshape(acc, (ROWS, STEP // 8, 8)), 2)
+        for start in range(STEP, inputs if LONG else K, STEP):
             value = tl.load(x + start + k).to(tl.float32)
-            acc += value[None, :] * tl.load(at + start, mask=inside, other=0.0).to(tl.float32)
+            more = value[None, :] * tl.load(at + start, mask=inside, other=0.0, eviction_policy=KEEP).to(tl.float32)
+            acc += tl.sum(tl.reshape(more, (ROWS, STEP // 8, 8)), 2) if LONG else more
         tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < outputs)
 '''
 
@@ -115,7 +130,7 @@ if triton is not None:
         n, k = tl.program_id(0).to(tl.int64), tl.arange(0, STEP)
         kind = out.dtype.element_ty
         gate_at, up_at = weight + n * K + k, weight + (n + outputs) * K + k
-        gate, up = tl.load(gate_at), tl.load(up_at)  # before the wait, as above
+        gate, up = tl.load(gate_at, eviction_policy="evict_first"), tl.load(up_at, eviction_policy="evict_first")  # before the wait
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
@@ -123,8 +138,8 @@ if triton is not None:
         gates, ups = value * gate.to(tl.float32), value * up.to(tl.float32)
         for start in range(STEP, K, STEP):
             value = tl.load(x + start + k).to(tl.float32)
-            gates += value * tl.load(gate_at + start).to(tl.float32)
-            ups += value * tl.load(up_at + start).to(tl.float32)
+            gates += value * tl.load(gate_at + start, eviction_policy="evict_first").to(tl.float32)
+            ups += value * tl.load(up_at + start, eviction_policy="evict_first").to(tl.float32)
         g, u = tl.sum(gates, 0).to(kind).to(tl.float32), tl.sum(ups, 0).to(kind).to(tl.float32)
         tl.store(out + n, ((g / (1 + tl.exp(-g))).to(kind).to(tl.float32) * u).to(kind))
 '''

@@ -1,0 +1,40 @@
+"""Benchmark of a step's graphs: what each kernel adds where launches overlap, and engines of several trees side by side."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_step
+
+
+def test_a_kernel_adds_what_the_last_end_moves_by() -> None:
+    kernels = [
+        ("norm", 0.0, 4.0),
+        ("product", 1.0, 11.0),  # set up while the norm runs
+        ("small", 10.0, 10.5),  # ends within another: adds nothing
+        ("norm", 12.0, 14.0),  # the gap before it counts
+    ]
+    assert gpu_step.added(reversed(kernels)) == {"product": (1, 7.0), "norm": (2, 7.0), "small": (1, 0.0)}
+    assert sum(us for _, us in gpu_step.added(kernels).values()) == 14.0
+
+
+def test_engines_of_two_trees_do_not_share_modules(tmp_path: Path) -> None:
+    before = {name: module for name, module in sys.modules.items() if name == "engine" or name.startswith("engine.")}
+    try:
+        for name in ("one", "two"):
+            (tmp_path / name / "engine").mkdir(parents=True)
+            (tmp_path / name / "engine/__init__.py").write_text("")
+            (tmp_path / name / "engine/config.py").write_text(f"NAME = {name!r}\n")
+            (tmp_path / name / "engine/worker.py").write_text("from engine.config import NAME\n\ndef name(): return NAME\n")
+        (one,), (two,) = (gpu_step.modules(tmp_path / name, "worker") for name in ("one", "two"))
+        assert (one.name(), two.name()) == ("one", "two")
+        with pytest.raises(ImportError):
+            gpu_step.modules(tmp_path / "one", "decode_graphs")
+        assert str(tmp_path / "one") not in sys.path
+    finally:
+        for name in [n for n in sys.modules if n == "engine" or n.startswith("engine.")]:
+            del sys.modules[name]
+        sys.modules.update(before)
