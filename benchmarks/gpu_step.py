@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,37 @@ def modules(tree: Path, *names: str) -> list[Any]:
         sys.path.pop(0)
 
 
-def runner_of(tree: Path, model_dir: Path, batches: tuple[int, ...]) -> Any:
-    """The tree's runner with its model on the GPU, and what makes plans for it. Graphs are recorded for these batches alone."""
-    config, worker, request, graphs = modules(tree, "config", "worker", "request", "decode_graphs")
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tree's engine on the GPU."""
+
+    runner: Any
+    request: Any  # the module whose classes make plans
+    skinny: Any  # the module of its products of few rows; None without it
+
+
+def with_config(folder: str | Path) -> Path:
+    """The folder, with Qwen3-8B's dimensions in it."""
+    (Path(folder) / "config.json").write_text(json.dumps(QWEN3_8B))
+    return Path(folder)
+
+
+def runner_of(tree: Path, model_dir: Path, batches: tuple[int, ...], share: int = 1) -> Made:
+    """Random weights on the GPU, of one of `share` ranks that do not meet. Graphs are recorded for these batches alone."""
+    config, parallel, worker, request, graphs = modules(tree, "config", "parallel", "worker", "request", "decode_graphs")
     graphs.BUCKETS, graphs.DecodeGraphs.warm = batches, lambda self: None
-    options = config.EngineConfig(model=model_dir, device="cuda", load_format="dummy", num_kv_blocks=PAGES)
-    return worker.Worker(options, 0, Path("/nonexistent")).runner, request
+    if share > 1:
+        same = lambda self, x: x  # noqa: E731
+        parallel.TensorParallel.all_reduce = parallel.TensorParallel.all_gather = parallel.TensorParallel.minimum = same
+        parallel.join = lambda rank, size, kind, rendezvous: parallel.TensorParallel(rank, size, torch.device(kind, 0), "none")
+    options = config.EngineConfig(model=model_dir, device="cuda", tp=share, load_format="dummy", num_kv_blocks=PAGES)
+    runner = worker.Worker(options, 0, Path("/nonexistent")).runner
+    return Made(runner, request, sys.modules.get("engine.skinny"))
 
 
-def graph_of(made: Any, batch: int, context: int) -> Any:
-    """The graph of a decode step of `batch` sequences of `context` tokens each, filled and ready to replay."""
-    runner, request = made
+def step_of(made: Made, batch: int, context: int) -> Any:
+    """A decode step of `batch` sequences of `context` tokens each: its `graph` is filled and ready to replay while it is held."""
+    runner, request = made.runner, made.request
     pages = -(-context // runner.block_size)
     if batch * pages > PAGES:
         raise SystemExit(f"{batch} sequences of {context} tokens need {batch * pages} pages; there are {PAGES}")
@@ -62,7 +83,7 @@ def graph_of(made: Any, batch: int, context: int) -> Any:
     with torch.inference_mode():
         step = runner.graphs.fitting(plan)
         step.fill(plan, runner.newest, runner.block_size)
-    return step.graph
+    return step
 
 
 def milliseconds(graph: Any) -> float:
@@ -112,12 +133,11 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     batches = tuple(sorted(map(int, options.batches.split(","))))
-    with tempfile.TemporaryDirectory() as config:
-        (Path(config) / "config.json").write_text(json.dumps(QWEN3_8B))
-        made = {tree.name: runner_of(tree, Path(config), batches) for tree in options.trees}
+    with tempfile.TemporaryDirectory() as place:
+        made = {tree.name: runner_of(tree, with_config(place), batches) for tree in options.trees}
     for batch in batches:
         for context in (c for c in map(int, options.contexts.split(",")) if batch * (-(-c // 16)) <= PAGES):
-            graphs = {name: graph_of(one, batch, context) for name, one in made.items()}
+            graphs = {name: step_of(one, batch, context).graph for name, one in made.items()}
             for graph in graphs.values():
                 milliseconds(graph)  # clocks rise
             rounds = [{name: milliseconds(graph) for name, graph in graphs.items()} for _ in range(options.rounds)]
