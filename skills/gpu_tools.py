@@ -31,9 +31,7 @@ except ImportError:  # a torch for CPUs: `reference` is all that is used
 _ended: dict[tuple[torch.device, int], torch.Tensor] = {}  # parts of a sequence and KV head that have ended; else zero
 
 
-def decode_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
+def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """q [G, heads, D], pages k and v [blocks, page, kv_heads, D], tables [G, most], lengths [G] -> [G, heads, D]."""
     if triton is None or not q.is_cuda or q.element_size() != 2:
         return reference(q, k, v, tables, lengths)
@@ -78,10 +76,11 @@ if triton is not None:
         span = tl.cdiv(tl.cdiv(length, PARTS), TOKENS) * TOKENS
         row, position = tables + sequence * table_row, part * span + tl.arange(0, TOKENS)
         block = tl.load(row + position // PAGE, mask=position < length, other=0)
-        if PDL:  # older keys and values come to the L2 cache meanwhile; queries and the newest must be there
-            lines = ((block.to(tl.int64) * PAGE + position % PAGE) * KV + head)[:, None] * D + (tl.arange(0, D // 64 if D >= 64 else 1) * 64)[None, :]
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [k + lines], dtype=tl.int32, is_pure=False, pack=1)
-            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [v + lines], dtype=tl.int32, is_pure=False, pack=1)
+        if PDL:  # queries, and the newest keys and values, must be there; of few sequences the older ones come to L2 meanwhile
+            if PARTS > 4:
+                lines = ((block.to(tl.int64) * PAGE + position % PAGE) * KV + head)[:, None] * D + (tl.arange(0, D // 64 if D >= 64 else 1) * 64)[None, :]
+                tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [k + lines], dtype=tl.int32, is_pure=False, pack=1)
+                tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [v + lines], dtype=tl.int32, is_pure=False, pack=1)
             tl.extra.cuda.gdc_wait()
         if part * span < length:
             last = tl.minimum((part + 1) * span, length)
