@@ -37,9 +37,9 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: 
         return reference(q, k, v, tables, lengths)
     count, heads, size = q.shape
     q, (page, kv_heads) = q.contiguous(), k.shape[1:3]
-    alone, short = count == 1, tables.shape[1] * page <= 1024
-    tokens = 64 if not alone else 32 if short else 128  # read at a time
-    parts = min(8 if alone and short else 16, triton.next_power_of_2(max(2, 64 // count)))  # a batch fills the GPU with fewer
+    tokens, parts = 64, min(16, triton.next_power_of_2(max(2, 64 // count)))  # read at a time; a batch fills the GPU with fewer parts
+    if count == 1 and tables.shape[1] * page <= 1024:  # longer ones run what batches of 2 have compiled
+        tokens, parts = 32, 8
     out, key = torch.empty_like(q), (q.device, max(4096, triton.next_power_of_2(count * kv_heads)))
     if key not in _ended:
         _ended[key] = torch.zeros(key[1], dtype=torch.int32, device=q.device)

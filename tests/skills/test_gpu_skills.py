@@ -1,6 +1,6 @@
 """The skills for GPUs on this engine: they act within the envelope, in playbook order, once, and leave a CPU's tokens alone.
 
-Graphs and kernels themselves need a GPU (docs/gpu.md); here the graphs' book-keeping runs with a replay that computes.
+Graphs themselves need a GPU (docs/gpu.md); here their book-keeping runs with a replay that computes. Kernels: test_kernels_interpreted.py.
 """
 
 from __future__ import annotations
