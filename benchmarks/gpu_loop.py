@@ -34,7 +34,7 @@ from optimizer.session import greet, interruptible
 from optimizer.truth import weights
 from optimizer.view import Terminal
 
-GPU_SKILLS = "inference-mode,cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections,overlap-scheduling,custom-all-reduce"
+GPU_SKILLS = "inference-mode,cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections,overlap-scheduling,custom-all-reduce,all-reduce-rms-fusion"
 PAGES = 4096  # the same KV cache in every arm: 65,536 tokens, 9.7 GB
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_ranks OUT --place DIR --tp 2 [--steps engines,delays,replays] [--only plain,ranks]
 
 Qwen3-8B dimensions, random bf16 weights, in the sandbox, over HTTP. Engines: plain on one GPU and on all, all GPU skills
-on one GPU, on all with the library's collectives, with steps launched ahead on every rank, and with all-reduces through
-symmetric memory.
+on one GPU, on all with the library's collectives, with steps launched ahead on every rank, with all-reduces through
+symmetric memory, and with those inside the norms.
 For each: median and mean step at batch 1 and 32, streams that equal the one-GPU engine's, the largest gap to the float32
 oracle, and from a trace of every rank how long its all-reduces wait and transfer. Then the last engine: `delays` holds ranks
 up at random (SIGSTOP) and `replays` decodes `--replays` steps over all batch buckets: in float32 both must give the tokens of
@@ -35,7 +35,7 @@ from optimizer.truth.oracle import Oracle, Score, calibrated
 from optimizer.types import LaunchSpec, Stream
 from trace_diff.api import analyse, load
 
-MORE = (("ranks", ("overlap-scheduling",)), ("symmetric memory", ("custom-all-reduce",)))
+MORE = (("ranks", ("overlap-scheduling",)), ("symmetric memory", ("custom-all-reduce",)), ("fused sums", ("all-reduce-rms-fusion",)))
 BUCKETS = (1, 2, 4, 8, 16, 24, 32)  # as cuda-graph-capture writes them
 STEPS = ("engines", "delays", "replays")
 CELLS = {"batch 1": (1, 65), "batch 32": (32, 33)}
@@ -48,7 +48,7 @@ def engines(options: argparse.Namespace, model: Path) -> dict[str, LaunchSpec]:
     all_gpus = {"device": options.device, "tp": options.tp, "devices": tuple(range(options.tp)) if options.device == "cuda" else ()}
     one = replace(found["plain"], label="plain, one", **{**all_gpus, "tp": 1, "devices": all_gpus["devices"][:1]})
     all_skills = replace(found["last rows"], label="all skills, one", tp=1, device=one.device, devices=one.devices)
-    named = {"one": one, "one with all skills": all_skills} | {name: replace(found[name], **all_gpus) for name in ("plain", "no host reads", "ranks", "symmetric memory")}
+    named = {"one": one, "one with all skills": all_skills} | {name: replace(found[name], **all_gpus) for name in ("plain", "no host reads", "ranks", "symmetric memory", "fused sums")}
     return named if options.device == "cuda" else {name: replace(spec, extra_args=()) for name, spec in named.items()}
 
 
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--model", type=Path, default=None, help="folder with weights; random ones of Qwen3-8B's shape if left out")
     parser.add_argument("--steps", default=",".join(STEPS))
-    parser.add_argument("--only", default="one,one with all skills,plain,no host reads,ranks,symmetric memory", help="engines; the last one is held up and replayed")
+    parser.add_argument("--only", default="one,one with all skills,plain,no host reads,ranks,symmetric memory,fused sums", help="engines; the last one is held up and replayed")
     parser.add_argument("--replays", type=int, default=10_000)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)

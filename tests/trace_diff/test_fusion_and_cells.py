@@ -40,6 +40,13 @@ def test_a_chain_does_not_match_inside_a_longer_token():
     assert fusion.match([("aten::silu", "activation"), ("aten::mul_something_else", "multiply_more")]) == []
 
 
+@pytest.mark.parametrize(("behind", "found"), [("fused_add_rms_norm", 1), ("skinny_gemv", 0), ("vllm::rms_norm_kernel<c10::BFloat16>", 1)])
+def test_a_sum_over_ranks_and_the_norm_behind_it_are_one_chain(behind, found):
+    kernels = [("one_shot_all_reduce", "communication"), (behind, "norm" if "norm" in behind else "gemm")]
+    assert [m.family.name for m in fusion.match(kernels)] == ["all-reduce + residual add + RMSNorm"] * found
+    assert fusion.match([("one_shot_all_reduce_norm", "communication"), ("skinny_gemv", "gemm")]) == []
+
+
 def test_gpu_kernels_of_hugging_face_match_as_rms_norm():
     kernels = [
         "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>",

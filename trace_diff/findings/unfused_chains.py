@@ -48,7 +48,7 @@ def look(context: Context) -> list[Draft] | NotFound:
 
 
 def _stretches(context: Context) -> list[list[int]]:
-    """Runs of items between two anchors, without views."""
+    """Runs of items between two anchors, without views. On a CPU collectives cut them: a process exchanges there."""
     seq, layers = context.analysis.sequence, context.analysis.layers
     assert seq is not None
     cut: set[int] = set()
@@ -56,7 +56,7 @@ def _stretches(context: Context) -> list[list[int]]:
         cut.update(range(a.first, a.last + 1))
     out: list[list[int]] = [[]]
     for i, cls in enumerate(seq.classes):
-        if i in cut or cls == "communication":
+        if i in cut or (cls == "communication" and not context.on_gpu):
             out.append([])
         elif cls not in _SKIP and not _free_cast(context, i):
             out[-1].append(i)

@@ -1,0 +1,145 @@
+"""Sum between ranks, residual and norm in one kernel: the patch, the kernel by Triton's interpreter, and the engine's tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from optimizer.confine.launch import launch
+from optimizer.gates import policy
+from optimizer.patching import changed_lines
+from optimizer.proposers import Budget, ProposeContext, skillbook
+from optimizer.proposers.base import MAX_LINES
+from optimizer.proposers.playbook import Playbook
+from optimizer.target import load_target
+from optimizer.traffic.client import Request
+from optimizer.types import LaunchSpec, Series
+from trace_diff.types import Finding, Status
+
+NAME = "all-reduce-rms-fusion"
+ROWS, SIZE = (1, 3, 1, 2, 3), 192  # of one call after another: other programs take part in each; a row is no power of two
+
+
+@pytest.fixture(scope="module")
+def before(engine_sources, act) -> dict[str, str]:
+    return act(engine_sources, "fused-kernels", "custom-all-reduce", device="cuda", tp=2)
+
+
+def test_the_patch_is_small_and_passes_the_source_check(before, act, skills) -> None:
+    after = act(before, NAME, device="cuda", tp=2)
+    changed = {f: text for f, text in after.items() if before.get(f) != text}
+    assert sorted(changed) == ["engine/fused_norm.py", "engine/model.py"] and changed_lines(before, changed) <= MAX_LINES
+    assert policy.new_findings({f: before[f] for f in changed}, changed) == []
+    assert changed["engine/model.py"].count("return out  # this rank's part") == 2
+    again = skillbook.run(skills[NAME], after, {"bound_us": 1.0, "device": "cuda"})
+    assert again == "norms sum over the ranks already"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("return self.tp.all_reduce(out)", "return self.tp.all_reduce(out) * 2", "does not end in a sum"),
+        ("self.mlp = MLP(config, tp)", "self.mlp = MLP(config, tp)\n        self.other = MLP(config, tp)", "does not end in a sum"),
+        ("return hidden, self.mlp(normed)", "return hidden, 2 * self.mlp(normed)", "no layer whose two branches"),
+        ("delta = self.self_attn(", "delta = 2 * self.self_attn(", "no layer whose two branches"),
+    ],
+)
+def test_a_branch_that_somebody_else_reads_is_left_alone(before, skills, old, new, why) -> None:
+    assert old in before["engine/model.py"]
+    sources = before | {"engine/model.py": before["engine/model.py"].replace(old, new)}
+    assert why in str(skillbook.run(skills[NAME], sources, {"bound_us": 1.0, "device": "cuda"}))
+
+
+def test_rows_may_be_picked_between_the_branches(before, act) -> None:
+    text = act(before, "last-layer-rows", NAME, device="cuda")["engine/model.py"]
+    assert "delta, hidden = delta[rows], hidden[rows]" in text and text.count("return out  # this rank's part") == 2
+
+
+def test_the_playbook_brings_the_sums_it_needs_first(engine_sources, act) -> None:
+    rule = "unfused-chains"
+    found = Finding(f"{rule}:all-reduce-and-residual-add-and-rmsnorm", rule, Status.FOUND, "", bound_us=170.0, per="token", skills=(NAME,))
+    ctx = ProposeContext(act(engine_sources, "fused-kernels"), [found], budget=Budget(token_us=2_400.0, margin=0.03))
+    series = Playbook(only=[NAME, "custom-all-reduce"], device="cuda", tp=2).propose(ctx)
+    assert isinstance(series, Series)
+    assert [p.mechanism for p in series.patches] == ["custom-all-reduce", NAME] and [p.predicted_us for p in series.patches] == [0.0, 170.0]
+
+
+def test_other_chains_do_not_borrow_the_time_of_this_one(engine_sources, skills) -> None:
+    finding = {"id": "unfused-chains:all-reduce-and-residual-add-and-rmsnorm", "bound_us": 170.0, "device": "cuda"}
+    assert "not among its chains" in str(skillbook.run(skills["fused-kernels"], engine_sources, finding))
+
+
+def _rows(rank: int, call: int) -> torch.Tensor:
+    return torch.randn(ROWS[call], SIZE, generator=torch.Generator().manual_seed(100 * call + rank)).bfloat16()
+
+
+def _weight() -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(7)).bfloat16()
+
+
+def _rank(rank: int, inboxes: torch.Tensor, tree: Path, results: Any) -> None:
+    sys.path.insert(0, str(tree))
+    from engine import fused_norm, symm_collectives  # type: ignore[attr-defined]
+
+    turns = torch.zeros(fused_norm.MOST_ROWS, dtype=torch.int32)
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64)
+    room = SimpleNamespace(rank=rank, size=len(inboxes), inbox=inboxes[rank], inboxes=addresses, turns=turns, ahead=False)
+    fused_norm._rooms.append(room)
+    torch.distributed.is_initialized = lambda: True
+    torch.Tensor.is_cuda = True  # type: ignore[assignment]
+    assert inboxes[0].numel() == 2 * len(inboxes) * symm_collectives.MAX_BYTES // 4
+    found = []
+    for call in range(len(ROWS)):
+        added, normed = fused_norm.all_reduce_add_rms_norm(_rows(99, call), _rows(rank, call), _weight(), 1e-6)
+        found.append((added.float().numpy(), normed.float().numpy()))
+    results.put((rank, found))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_gets_the_sum_and_its_norm(size, before, act, tmp_path, monkeypatch) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: the kernel cannot be interpreted")
+    for file, text in act(before, NAME, device="cuda").items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        small = "MAX_BYTES = 16 * 512" if file.endswith("symm_collectives.py") else ""
+        (tmp_path / file).write_text(text.replace("MAX_BYTES = 1024 * 512", small) if small else text, "utf-8")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: ranks are fresh processes
+    inboxes = torch.zeros(size, 2 * size * 16 * 512 // 4, dtype=torch.int64).share_memory_()
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, inboxes, tmp_path, results)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    found = dict(results.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join()
+    for call in range(len(ROWS)):
+        added = _rows(99, call).float() + sum(_rows(rank, call).float() for rank in range(size))
+        normed = added * torch.rsqrt(added.pow(2).mean(-1, keepdim=True) + 1e-6) * _weight().float()
+        for rank in range(size):
+            for got, wanted in zip(found[rank][call], (added, normed), strict=True):
+                torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
+            assert all((a == b).all() for a, b in zip(found[rank][call], found[0][call], strict=True)), "every rank gets the same bits"
+
+
+def test_the_engine_gives_the_same_tokens_at_two_ranks(engine_sources, before, act, repo, tmp_path) -> None:
+    """On a CPU the sums take the library; what is tested is that each is still made once, before it is read."""
+    found = {}
+    for name, sources in (("plain", engine_sources), ("fused", act(before, NAME, device="cuda"))):
+        shutil.copytree(repo / "engine", tmp_path / name / "engine")
+        for file, text in sources.items():
+            (tmp_path / name / file).write_text(text, "utf-8")
+        target = load_target(tmp_path / name / "engine")
+        spec = LaunchSpec(tree=tmp_path / name, target=target, python=Path(sys.executable), model_dir=repo / "engine/tiny_qwen3", tp=2, label=name)
+        prompts = [[(7 * n + length) % 900 + 3 for n in range(length)] for length in (5, 30, 17)]
+        with launch(spec) as server:
+            found[name] = [s.token_ids for s in server.client.complete([Request(p, 12, ignore_eos=True) for p in prompts], 60.0)]
+    assert found["fused"] == found["plain"] and all(len(ids) == 12 for ids in found["plain"])
