@@ -9,12 +9,13 @@ STAMP := $(VENV)/.installed
 env: $(STAMP)
 
 # pip takes a CPU build of torch where one is offered; uv then installs the rest without touching it. A torch for GPUs brings
-# its Triton; beside one for CPUs it runs the skills' kernels by its interpreter, in tests.
+# its Triton. For one for CPUs it lies beside, where tests alone find it and run the skills' kernels by its interpreter: in the
+# environment itself it would slow every start of transformers by a second.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check $(TORCH_INDEX) "torch==2.13.0" uv
 	$(BIN)/uv pip install -q --python $(BIN)/python -e ".[dev,hta]"
-	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/uv pip install -q --python $(BIN)/python "triton==3.7.1" || echo "no Triton: kernels go untested"
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $(VENV)/interpreter "triton==3.7.1" || echo "no Triton: kernels go untested"
 	touch $@
 
 optimize: env

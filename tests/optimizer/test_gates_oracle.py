@@ -108,8 +108,10 @@ def test_a_failing_oracle_is_an_error_not_a_verdict(oracle, tmp_path):
 def test_on_gpus_the_oracle_takes_the_first_that_the_run_was_given():
     """`--devices 1` left the engines on that card and put the oracle, and the measured bandwidth, on card 0."""
     with Oracle(MODEL, devices=(3, 2)) as made:
-        environment = Path(f"/proc/{made._link._process.pid}/environ").read_bytes().split(b"\0")
-        assert b"CUDA_VISIBLE_DEVICES=3" in environment
+        where, until = Path(f"/proc/{made._link._process.pid}/environ"), time.monotonic() + 10
+        while not (environment := where.read_bytes()) and time.monotonic() < until:
+            time.sleep(0.01)  # a process that has begun its program has none for a moment
+        assert b"CUDA_VISIBLE_DEVICES=3" in environment.split(b"\0")
 
 
 def test_a_run_hands_its_devices_to_the_oracle(tmp_path, monkeypatch):

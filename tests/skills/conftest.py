@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,22 @@ def answer(skills: dict[str, Skill]) -> Callable[[str, dict[str, str]], list[Rew
         return skillbook.run(skills[name], sources, {"bound_us": 100.0, "params": skills[name].variants()[0]})
 
     return run
+
+
+@pytest.fixture(scope="session")
+def triton_folder() -> str | None:
+    """The folder that has Triton, for the path of a fresh process; None where it is installed. Skips where there is none."""
+    beside = Path(sys.prefix) / "interpreter"  # the Makefile puts it there beside a torch for CPUs
+    if importlib.util.find_spec("triton") is not None:
+        return None
+    if not (beside / "triton").is_dir():
+        pytest.skip("Triton is not installed: kernels cannot be interpreted")
+    return str(beside)
+
+
+@pytest.fixture
+def interpreted(triton_folder: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that this test spawns import Triton and interpret its kernels; this one does not."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported
+    if triton_folder is not None:
+        monkeypatch.syspath_prepend(triton_folder)

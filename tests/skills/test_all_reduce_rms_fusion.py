@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -104,14 +103,12 @@ def _rank(rank: int, inboxes: torch.Tensor, tree: Path, results: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_gets_the_sum_and_its_norm(size, before, act, tmp_path, monkeypatch) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: the kernel cannot be interpreted")
+@pytest.mark.usefixtures("interpreted")
+def test_every_rank_gets_the_sum_and_its_norm(size, before, act, tmp_path) -> None:
     for file, text in act(before, NAME, device="cuda").items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         small = "MAX_BYTES = 16 * 512" if file.endswith("symm_collectives.py") else ""
         (tmp_path / file).write_text(text.replace("MAX_BYTES = 1024 * 512", small) if small else text, "utf-8")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: ranks are fresh processes
     inboxes = torch.zeros(size, 2 * size * 16 * 512 // 4, dtype=torch.int64).share_memory_()
     context = mp.get_context("spawn")
     results = context.Queue()

@@ -5,7 +5,7 @@ The kernel runs in Triton's interpreter, ranks as processes over shared memory, 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -81,10 +81,8 @@ def _rank(rank: int, inboxes: torch.Tensor, file: Path, results: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_rank_gets_the_sum_in_rank_order(size, file, monkeypatch) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: the kernel cannot be interpreted")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when Triton is imported: ranks are fresh processes
+@pytest.mark.usefixtures("interpreted")
+def test_every_rank_gets_the_sum_in_rank_order(size, file) -> None:
     words = _load(file).MAX_BYTES // 4
     inboxes = torch.zeros(size, 2 * size * words, dtype=torch.int64).share_memory_()
     context = mp.get_context("spawn")
