@@ -36,6 +36,8 @@ from optimizer.types import LaunchSpec, Stream
 from trace_diff.api import analyse, load
 
 MORE = (("ranks", ("overlap-scheduling",)), ("symmetric memory", ("custom-all-reduce",)), ("fused sums", ("all-reduce-rms-fusion",)))
+ON_ALL = ("plain", "no host reads", "ranks", "symmetric memory", "fused sums")  # rungs that run on all GPUs
+ENGINES = ("one", "one with all skills", *ON_ALL)
 BUCKETS = (1, 2, 4, 8, 16, 24, 32)  # as cuda-graph-capture writes them
 STEPS = ("engines", "delays", "replays")
 CELLS = {"batch 1": (1, 65), "batch 32": (32, 33)}
@@ -48,7 +50,7 @@ def engines(options: argparse.Namespace, model: Path) -> dict[str, LaunchSpec]:
     all_gpus = {"device": options.device, "tp": options.tp, "devices": tuple(range(options.tp)) if options.device == "cuda" else ()}
     one = replace(found["plain"], label="plain, one", **{**all_gpus, "tp": 1, "devices": all_gpus["devices"][:1]})
     all_skills = replace(found["last rows"], label="all skills, one", tp=1, device=one.device, devices=one.devices)
-    named = {"one": one, "one with all skills": all_skills} | {name: replace(found[name], **all_gpus) for name in ("plain", "no host reads", "ranks", "symmetric memory", "fused sums")}
+    named = {"one": one, "one with all skills": all_skills} | {name: replace(found[name], **all_gpus) for name in ON_ALL}
     return named if options.device == "cuda" else {name: replace(spec, extra_args=()) for name, spec in named.items()}
 
 
@@ -149,17 +151,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--model", type=Path, default=None, help="folder with weights; random ones of Qwen3-8B's shape if left out")
     parser.add_argument("--steps", default=",".join(STEPS))
-    parser.add_argument("--only", default="one,one with all skills,plain,no host reads,ranks,symmetric memory,fused sums", help="engines; the last one is held up and replayed")
+    parser.add_argument("--only", default=",".join(ENGINES), help="engines; the last one is held up and replayed")
     parser.add_argument("--replays", type=int, default=10_000)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     steps, names = options.steps.split(","), options.only.split(",")
     if unknown := sorted(set(steps) - set(STEPS)):
         sys.exit(f"no step {', '.join(unknown)}; there are: {', '.join(STEPS)}")
+    if unknown := sorted(set(names) - set(ENGINES)):
+        sys.exit(f"no engine {', '.join(unknown)}; there are: {', '.join(ENGINES)}")
     model = options.model or random_model(options.place)
     found = engines(options, model)
-    if unknown := sorted(set(names) - found.keys()):
-        sys.exit(f"no engine {', '.join(unknown)}; there are: {', '.join(found)}")
     gpu = options.device == "cuda"
     with awake(range(options.tp) if gpu else None), Oracle(model, options.device, engine_dtype="bfloat16" if gpu else "float32") as oracle:
         look(found, names, steps, oracle, options)

@@ -14,9 +14,9 @@ def _rows(text: str) -> list[dict]:
 
 
 def test_engines_on_two_ranks_are_compared_with_one_held_up_and_replayed(repo, tmp_path, capfd, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_ranks, "CELLS", {"batch 1": (1, 17), "batch 32": (32, 9)})
+    monkeypatch.setattr(gpu_ranks, "CELLS", {"batch 1": (1, 9), "batch 32": (32, 5)})
     model = repo / "engine/tiny_qwen3"
-    gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--tp", "2", "--device", "cpu", "--model", str(model), "--only", "one,ranks", "--replays", "70"])
+    gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--tp", "2", "--device", "cpu", "--model", str(model), "--only", "one,ranks", "--replays", "28"])
     rows = _rows(capfd.readouterr().out)
     one, ranks = rows[:2]
     assert one["streams as one's"] == ranks["streams as one's"] == "33 of 33"

@@ -24,7 +24,7 @@ from optimizer.types import LaunchSpec, Series
 from trace_diff.types import Finding, Status
 
 NAME = "all-reduce-rms-fusion"
-ROWS, SIZE = (1, 3, 1, 2, 3), 192  # of one call after another: other programs take part in each; a row is no power of two
+ROWS, SIZE = (1, 3, 1, 2), 192  # of one call after another: other programs take part in each; a row is no power of two
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def _rank(rank: int, inboxes: torch.Tensor, tree: Path, results: Any) -> None:
     results.put((rank, found))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.usefixtures("interpreted")
 def test_every_rank_gets_the_sum_and_its_norm(size, before, act, tmp_path) -> None:
     for file, text in act(before, NAME, device="cuda").items():
