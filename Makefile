@@ -27,7 +27,7 @@ lint: env
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 # AIPerf pins versions that disagree with ours: an environment of its own, for `optimize bench --aiperf`.
 aiperf-env: .venv-aiperf/.installed

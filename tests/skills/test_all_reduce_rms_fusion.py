@@ -15,13 +15,11 @@ import torch.multiprocessing as mp
 from optimizer.confine.launch import launch
 from optimizer.gates import policy
 from optimizer.patching import changed_lines
-from optimizer.proposers import Budget, ProposeContext, skillbook
+from optimizer.proposers import skillbook
 from optimizer.proposers.base import MAX_LINES
-from optimizer.proposers.playbook import Playbook
 from optimizer.target import load_target
 from optimizer.traffic.client import Request
-from optimizer.types import LaunchSpec, Series
-from trace_diff.types import Finding, Status
+from optimizer.types import LaunchSpec
 
 NAME = "all-reduce-rms-fusion"
 ROWS, SIZE = (1, 3, 1, 2), 192  # of one call after another: other programs take part in each; a row is no power of two
@@ -60,15 +58,6 @@ def test_a_branch_that_somebody_else_reads_is_left_alone(before, skills, old, ne
 def test_rows_may_be_picked_between_the_branches(before, act) -> None:
     text = act(before, "last-layer-rows", NAME, device="cuda")["engine/model.py"]
     assert "delta, hidden = delta[rows], hidden[rows]" in text and text.count("return out  # this rank's part") == 2
-
-
-def test_the_playbook_brings_the_sums_it_needs_first(engine_sources, act) -> None:
-    rule = "unfused-chains"
-    found = Finding(f"{rule}:all-reduce-and-residual-add-and-rmsnorm", rule, Status.FOUND, "", bound_us=170.0, per="token", skills=(NAME,))
-    ctx = ProposeContext(act(engine_sources, "fused-kernels"), [found], budget=Budget(token_us=2_400.0, margin=0.03))
-    series = Playbook(only=[NAME, "custom-all-reduce"], device="cuda", tp=2).propose(ctx)
-    assert isinstance(series, Series)
-    assert [p.mechanism for p in series.patches] == ["custom-all-reduce", NAME] and [p.predicted_us for p in series.patches] == [0.0, 170.0]
 
 
 def test_other_chains_do_not_borrow_the_time_of_this_one(engine_sources, skills) -> None:

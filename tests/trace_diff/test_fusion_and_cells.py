@@ -40,11 +40,19 @@ def test_a_chain_does_not_match_inside_a_longer_token():
     assert fusion.match([("aten::silu", "activation"), ("aten::mul_something_else", "multiply_more")]) == []
 
 
-@pytest.mark.parametrize(("behind", "found"), [("fused_add_rms_norm", 1), ("skinny_gemv", 0), ("vllm::rms_norm_kernel<c10::BFloat16>", 1)])
-def test_a_sum_over_ranks_and_the_norm_behind_it_are_one_chain(behind, found):
-    kernels = [("one_shot_all_reduce", "communication"), (behind, "norm" if "norm" in behind else "gemm")]
+@pytest.mark.parametrize(
+    ("sums", "behind", "found"),
+    [
+        ("one_shot_all_reduce", "fused_add_rms_norm", 1),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>", "vllm::rms_norm_kernel<c10::BFloat16>", 1),
+        ("one_shot_all_reduce", "skinny_gemv", 0),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "fused_add_rms_norm", 0),  # a library's ring: a faster sum comes first
+        ("one_shot_all_reduce_norm", "skinny_gemv", 0),
+    ],
+)
+def test_a_sum_over_ranks_and_the_norm_behind_it_are_one_chain(sums, behind, found):
+    kernels = [(sums, "communication"), (behind, "norm" if "norm" in behind else "gemm")]
     assert [m.family.name for m in fusion.match(kernels)] == ["all-reduce + residual add + RMSNorm"] * found
-    assert fusion.match([("one_shot_all_reduce_norm", "communication"), ("skinny_gemv", "gemm")]) == []
 
 
 def test_gpu_kernels_of_hugging_face_match_as_rms_norm():

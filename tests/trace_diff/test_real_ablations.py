@@ -144,6 +144,18 @@ def test_a_librarys_collectives_in_a_graph_bound_what_replacing_them_brought(rep
     assert by_rule(api.find(own))["slow-transfer"].status is Status.NOT_FOUND
 
 
+def test_a_chain_inside_a_graph_takes_no_launch_with_it(repo: Path):
+    """A replay has one launch. 73 chains of 452 us in all were said to save 1,418, the graph launch with them."""
+    traces = repo / "baseline_traces/h200_tp2"
+    vllm = api.find(api.analyse(api.load([traces / f"h200-tp2-decode-vllm-graph-rank{r}.json.gz" for r in (0, 1)], "vllm")))
+    ours = repo / "reports/gallery/h200-tp2/traces/symmetric-memory"
+    own = api.find(api.analyse(api.load([ours / f"rank{r}.json.gz" for r in (0, 1)], "all skills")))
+    hidden, found = (next(f for f in of if f.title.startswith("all-reduce + residual add + RMSNorm: 73 chains")) for of in (vllm, own))
+    assert hidden.status is Status.NOT_FOUND and "hidden" in hidden.title, "the host sets the pace there"
+    row = next(e for e in found.evidence if e.get("count") == 73)
+    assert found.bound_us is not None and 100 < found.bound_us < row["us"]
+
+
 def test_two_eager_ranks_need_graphs_before_a_faster_sum(repo: Path):
     """A loop began with the faster sum here, predicted to save 28 of 87 ms; it saved nothing."""
     traces = repo / "reports/gallery/h200-tp2/traces/plain"
