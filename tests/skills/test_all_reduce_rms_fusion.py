@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from spawned_ranks import gathered
 
 from optimizer.confine.launch import launch
 from optimizer.gates import policy
@@ -98,15 +98,7 @@ def test_every_rank_gets_the_sum_and_its_norm(size, before, act, tmp_path) -> No
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         small = "MAX_BYTES = 16 * 512" if file.endswith("symm_collectives.py") else ""
         (tmp_path / file).write_text(text.replace("MAX_BYTES = 1024 * 512", small) if small else text, "utf-8")
-    inboxes = torch.zeros(size, 2 * size * 16 * 512 // 4, dtype=torch.int64).share_memory_()
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, inboxes, tmp_path, results)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    found = dict(results.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join()
+    found = gathered(_rank, size, 16 * 512 // 4, tmp_path)
     for call in range(len(ROWS)):
         added = _rows(99, call).float() + sum(_rows(rank, call).float() for rank in range(size))
         normed = added * torch.rsqrt(added.pow(2).mean(-1, keepdim=True) + 1e-6) * _weight().float()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from spawned_ranks import gathered
 
 from optimizer.gates import policy
 from optimizer.patching import changed_lines
@@ -83,16 +83,7 @@ def _rank(rank: int, inboxes: torch.Tensor, file: Path, results: Any) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.usefixtures("interpreted")
 def test_every_rank_gets_the_sum_in_rank_order(size, file) -> None:
-    words = _load(file).MAX_BYTES // 4
-    inboxes = torch.zeros(size, 2 * size * words, dtype=torch.int64).share_memory_()
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, inboxes, file, results)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    found = dict(results.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join()
+    found = gathered(_rank, size, _load(file).MAX_BYTES // 4, file)
     for call in range(CALLS):
         total = torch.zeros(SIZES[call % len(SIZES)])
         for rank in range(size):
