@@ -117,9 +117,6 @@ class One:
     rolled: bool = False  # the loop's end is a number of the launch, so it is not unrolled
     ahead: bool = False  # weights are loaded one step ahead
 
-    def fits(self, inputs: int) -> bool:
-        return inputs % self.step == 0
-
     def run(self, x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
         """x [1, k], weight [n, k] -> [1, n], or of a gated product [1, n / 2]."""
         outputs, inputs = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -140,9 +137,6 @@ class Few:
     stages: int = 4
     warps: int = 4
     first_out: bool = False
-
-    def fits(self, inputs: int) -> bool:
-        return inputs % self.step == 0
 
     def run(self, x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
         rows, (outputs, inputs) = x.shape[0], weight.shape
@@ -252,7 +246,7 @@ class Search:
         before = self.table[name]
         top = self.ratio(name, before) * KEEP, before
         for how in choices:
-            if time.monotonic() < deadline and how != before and how.fits(shapes(self.options.share)[name][1]):
+            if time.monotonic() < deadline and how != before and shapes(self.options.share)[name][1] % how.step == 0:
                 self.table[name] = how
                 top = min(top, (self.ratio(name, how), how), key=lambda t: t[0])
         self.table[name] = top[1]
@@ -272,7 +266,7 @@ def main() -> None:
     choices: dict[str, list[One | Few]] = {name: list(found) for name, found in (CHOICES if options.batch == 1 else MORE).items()}
     table = {name: found[0] for name, found in choices.items()}
     sizes = shapes(options.share)
-    jobs = [(name, how) for name, found in choices.items() for how in {*found, *near(found[0])} if how.fits(sizes[name][1])]
+    jobs = [(name, how) for name, found in choices.items() for how in {*found, *near(found[0])} if sizes[name][1] % how.step == 0]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.starmap(compile_some, [(jobs[i :: options.processes], options.batch, options.share) for i in range(options.processes)])
     emit({"compiled": len(jobs), "s": round(time.monotonic() - began, 1)})

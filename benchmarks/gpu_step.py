@@ -71,13 +71,17 @@ def runner_of(tree: Path, model_dir: Path, batches: tuple[int, ...], share: int 
     return Made(runner, request, sys.modules.get("engine.skinny"))
 
 
+def pages(made: Made, context: int) -> int:
+    """Pages of one sequence of `context` tokens."""
+    return -(-context // made.runner.block_size)
+
+
 def step_of(made: Made, batch: int, context: int) -> Any:
     """A decode step of `batch` sequences of `context` tokens each: its `graph` is filled and ready to replay while it is held."""
-    runner, request = made.runner, made.request
-    pages = -(-context // runner.block_size)
-    if batch * pages > PAGES:
-        raise SystemExit(f"{batch} sequences of {context} tokens need {batch * pages} pages; there are {PAGES}")
-    tables = [list(range(i * pages, (i + 1) * pages)) for i in range(batch)]
+    runner, request, each = made.runner, made.request, pages(made, context)
+    if batch * each > PAGES:
+        raise SystemExit(f"{batch} sequences of {context} tokens need {batch * each} pages; there are {PAGES}")
+    tables = [list(range(i * each, (i + 1) * each)) for i in range(batch)]
     runner.newest.update(dict.fromkeys(range(batch), 5))
     plan = request.StepPlan([], [request.GenerationItem(i, context - 1, table) for i, table in enumerate(tables)], [])
     with torch.inference_mode():
@@ -134,9 +138,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     batches = tuple(sorted(map(int, options.batches.split(","))))
     with tempfile.TemporaryDirectory() as place:
-        made = {tree.name: runner_of(tree, with_config(place), batches) for tree in options.trees}
+        config = with_config(place)
+        made = {tree.name: runner_of(tree, config, batches) for tree in options.trees}
     for batch in batches:
-        for context in (c for c in map(int, options.contexts.split(",")) if batch * (-(-c // 16)) <= PAGES):
+        for context in map(int, options.contexts.split(",")):
+            if batch * max(pages(one, context) for one in made.values()) > PAGES:
+                continue
             graphs = {name: step_of(one, batch, context).graph for name, one in made.items()}
             for graph in graphs.values():
                 milliseconds(graph)  # clocks rise

@@ -53,49 +53,19 @@ if triton is not None:
             tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         turn = tl.load(turns + row) + 1
-        mine = tl.load(words + at, mask=inside, other=0)
-        room = (turn & 1) * (RANKS * MOST) + at
-        marked = (turn.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                there = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64))
-                tl.store(there + room + RANK * MOST, marked, mask=inside, cache_modifier=".wt")
-        before = tl.load(x + at, mask=inside, other=0)
-        low, high = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)  # the first and the second number of each word
-        for peer in tl.static_range(RANKS):
-            got = mine
-            if peer != RANK:
-                here = inbox + room + peer * MOST
-                came = tl.load(here, mask=inside, other=0, volatile=True)
-                while tl.sum((((came >> 32).to(tl.int32) != turn) & inside).to(tl.int32), 0) > 0:
-                    came = tl.load(here, mask=inside, other=0, volatile=True)
-                got = came.to(tl.int32)
-            low += _first(got)
-            high += _second(got)
-        low, high = _first(before) + _rounded(low), _second(before) + _rounded(high)
-        tl.store(added + at, _packed(low, high), mask=inside)
+        mine, before = tl.load(words + at, mask=inside, other=0), tl.load(x + at, mask=inside, other=0)
+        low, high = symm_collectives.exchanged(mine, inbox, inboxes, turn, at, inside, RANK, RANKS, MOST)
+        low, high = symm_collectives.first(before) + _rounded(low), symm_collectives.second(before) + _rounded(high)
+        tl.store(added + at, symm_collectives.packed(low, high), mask=inside)
         low, high = _rounded(low), _rounded(high)
         scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * N) + eps)
-        low, high = _rounded(low * scale) * _first(factor), _rounded(high * scale) * _second(factor)
-        tl.store(out + at, _packed(low, high), mask=inside)
+        low, high = _rounded(low * scale) * symm_collectives.first(factor), _rounded(high * scale) * symm_collectives.second(factor)
+        tl.store(out + at, symm_collectives.packed(low, high), mask=inside)
         tl.store(turns + row, turn)
-
-    @triton.jit
-    def _first(words):
-        return (words << 16).to(tl.float32, bitcast=True)
-
-    @triton.jit
-    def _second(words):
-        return (words & -65536).to(tl.float32, bitcast=True)
 
     @triton.jit
     def _rounded(values):
         return values.to(tl.bfloat16).to(tl.float32)
-
-    @triton.jit
-    def _packed(low, high):
-        first = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16) | first
 '''
 
 

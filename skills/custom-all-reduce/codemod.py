@@ -187,14 +187,20 @@ if triton is not None:
         inside = i < count
         turn = tl.load(turns + part) + 1
         mine = tl.load(words + i, mask=inside, other=0)
+        low, high = exchanged(mine, inbox, inboxes, turn, i, inside, RANK, RANKS, MOST)
+        tl.store(words + i, packed(low, high), mask=inside)
+        tl.store(turns + part, turn)
+
+    @triton.jit
+    def exchanged(mine, inbox, inboxes, turn, i, inside, RANK: tl.constexpr, RANKS: tl.constexpr, MOST: tl.constexpr):
+        """Float32 sums over the ranks of the first and of the second number of each word; `i` is the word's place in an inbox."""
         room = (turn & 1) * (RANKS * MOST) + i
         marked = (turn.to(tl.int64) << 32) | (mine.to(tl.int64) & 0xFFFFFFFF)
         for peer in tl.static_range(RANKS):
             if peer != RANK:
                 there = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64))
                 tl.store(there + room + RANK * MOST, marked, mask=inside, cache_modifier=".wt")
-        low = tl.zeros((WORDS,), tl.float32)  # the first and the second number of each word
-        high = tl.zeros((WORDS,), tl.float32)
+        low, high = tl.zeros_like(first(mine)), tl.zeros_like(first(mine))
         for peer in tl.static_range(RANKS):
             got = mine
             if peer != RANK:
@@ -203,12 +209,22 @@ if triton is not None:
                 while tl.sum((((came >> 32).to(tl.int32) != turn) & inside).to(tl.int32), 0) > 0:
                     came = tl.load(here, mask=inside, other=0, volatile=True)
                 got = came.to(tl.int32)
-            low += (got << 16).to(tl.float32, bitcast=True)
-            high += (got & -65536).to(tl.float32, bitcast=True)
-        first = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        second = high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(words + i, second | first, mask=inside)
-        tl.store(turns + part, turn)
+            low += first(got)
+            high += second(got)
+        return low, high
+
+    @triton.jit
+    def first(words):
+        return (words << 16).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def second(words):
+        return (words & -65536).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def packed(low, high):
+        word = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16) | word
 '''
 
 
