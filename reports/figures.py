@@ -39,6 +39,9 @@ _STYLE: Any = {  # its keys are a literal type that a plain dict is not
 }
 
 
+_BAR_INCHES = 0.95  # a bar with its label of twelve characters a line
+
+
 def svg(figure: Figure) -> str:
     """SVG text without XML header, date or random ids; text is drawn as paths."""
     out = io.StringIO()
@@ -69,12 +72,13 @@ def waterfall(
     Gains multiply, so beyond a factor of 2.5 the axis is logarithmic: equal heights are then equal factors.
     """
     with matplotlib.rc_context(_STYLE):
-        figure, axes = _new(7.4, 3.8)
+        bars = 1 + len(steps) + (final_us is not None)
+        figure, axes = _new(max(7.4, 1.6 + _BAR_INCHES * bars), 3.8)
         last = final_us if final_us is not None else steps[-1].after_us if steps else start_us
         lows = [last, *[s.after_us for s in steps], *[r.us for r in references if r.us < start_us]]
         log = start_us / min(lows) > 2.5
         floor = min(lows) / 1.7 if log else 0.0
-        labels = ["start", *[wrap(s.label, 16) for s in steps]]
+        labels = ["start", *[wrap(s.label, 12, lines=4) for s in steps]]
         _bar(axes, 0, start_us, floor, palette.GREY)
         level = start_us
         for at, step in enumerate(steps, 1):

@@ -83,4 +83,4 @@ CONTROLS: tuple[Variant, ...] = (
     Variant("control: TP 4 CPU", None, C, TP, TP, world=4),
 )
 
-QUICK = ("graph: 6 host reads cut the graph", "graph: split SwiGLU, reference fuses", "CPU: autograd recording", "TP 4 CPU: all-reduce of 700 us", "control: eager, device busy", "control: CPU")  # fmt: skip
+QUICK = ("graph: 6 host reads cut the graph", "graph: split SwiGLU, reference fuses", "CPU: autograd recording", "TP 4 CPU: all-reduce of 700 us", "control: eager, device busy", "control: TP 2 eager", "control: CPU")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from optimizer.verify import verify
 from reports import run_data, run_page
 from reports.text import micro
 
-RECORD = Path(__file__).resolve().parents[2] / "reports" / "gallery" / "h200-tp1"
+GALLERY = Path(__file__).resolve().parents[2] / "reports" / "gallery"
+RECORD = GALLERY / "h200-tp1"
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +22,19 @@ def lines() -> list[dict]:
     return [json.loads(text) for text in (RECORD / "ledger.jsonl").read_text().splitlines()]
 
 
-def test_nothing_in_it_fails_to_verify(monkeypatch) -> None:
+@pytest.mark.parametrize(("record", "accepted"), [("h200-tp1", 4), ("h200-tp2", 6)])
+def test_nothing_in_it_fails_to_verify(monkeypatch, record, accepted) -> None:
     monkeypatch.setattr(seal, "verify", lambda: None)  # whether this checkout is sealed is another test's business
-    found = {check.what: check.ok for check in verify(RECORD)}
+    found = {check.what: check.ok for check in verify(GALLERY / record)}
     assert not [what for what, ok in found.items() if ok is False]
-    assert found["ledger chain"] and found["repository"] and all(found[f"attempt {n}"] for n in (1, 2, 3, 4))
+    assert found["ledger chain"] and found["repository"] and all(found[f"attempt {n}"] for n in range(1, accepted + 1))
+
+
+@pytest.mark.parametrize("record", ["h200-tp1", "h200-tp2"])
+def test_every_trace_that_its_knowledge_cites_lies_beside_it(record) -> None:
+    entries = [e for file in (GALLERY / record / "knowledge").glob("*.json") for e in json.loads(file.read_text())["entries"]]
+    cited = {(name.split(": ")[1], sha) for entry in entries for name, sha in entry["evidence"]["traces"].items()}
+    assert cited and all(hashlib.sha256((GALLERY / record / name).read_bytes()).hexdigest() == sha for name, sha in cited)
 
 
 def test_before_is_the_first_engine_although_the_run_was_calibrated_again_later(lines) -> None:

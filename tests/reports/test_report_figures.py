@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -54,3 +55,15 @@ def test_bars_stand_where_their_levels_are() -> None:
     bars = [p for p in _waterfall().axes[0].patches if p.get_facecolor()[3] and hasattr(p, "get_height")]
     fallen = next(p for p in bars if abs(p.get_height() - 40_000) < 1)
     assert fallen.get_y() == 14_800
+
+
+@pytest.mark.parametrize("steps", [1, 6, 12])
+def test_labels_of_neighbouring_bars_do_not_touch(steps: int) -> None:
+    """Six patches' names once ran into each other, and `merge-projections + skinny-gemm` lost its second half."""
+    names = ["cuda-graph-capture", "merge-projections + skinny-gemm", "preallocate-decode-buffers", "paged-attention-backend"]
+    figure = figures.waterfall(1000, [WaterfallStep(f"{n} {names[n % 4]}", 1000 / n, 900 / n, 80) for n in range(1, steps + 1)], 50)
+    figure.canvas.draw()
+    labels = figure.axes[0].get_xticklabels()
+    boxes = [label.get_window_extent() for label in labels]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert "skinny-" in labels[1].get_text() or "merge-" not in labels[1].get_text()

@@ -68,6 +68,17 @@ def test_what_answers_waiting_depends_on_what_makes_the_ranks_drift_apart(tmp_pa
     assert cpu["comm-wait"].skills[0] == "custom-all-reduce"
 
 
+@pytest.mark.parametrize("share", [1.0, 0.55, 0.2])
+def test_bounds_add_up_to_no_more_than_the_step_without_its_kernels(tmp_path: Path, share: float):
+    """A late rank's host and its peer's waiting were both promised, and costs by count unscaled beside scaled ones: 132 of 110 ms."""
+    plant = Plant(late_rank_ns=300 * K, autograd=(1_500, 3_000), duty=0.2)
+    ranks = built(tmp_path / "late", programs.eager, plant, world=2, control=False)
+    control = share * ranks.breakdown.wall_ns / 1000
+    kernels = sum(ns for part, ns in ranks.breakdown.parts.items() if part.startswith("gpu.")) / 1000
+    bounds = [f.bound_us for f in api.find(ranks, control_step_us=control) if f.bound_us]
+    assert bounds and sum(bounds) <= max(control - kernels, 0) + 1e-3
+
+
 def test_products_of_one_size_are_one_row_however_their_times_differ(tmp_path: Path):
     """On a busy CPU a product took three times as long in one of two engines, and was taken for two merged ones."""
     arms = {"here": (("o", 7.4), ("gate_up", 0.2), ("down", 0.6)), "there": ()}

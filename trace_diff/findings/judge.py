@@ -6,6 +6,7 @@ finding's bound is wall microseconds per output token (per step in prefill: per 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import ModuleType
@@ -37,7 +38,7 @@ def judge(context: Context, answers: Seq[tuple[ModuleType, Answer]]) -> list[Fin
     drafts = [(r, a, ledger.alone(a)) for r, a in answers if isinstance(a, Draft)]
     drafts.sort(key=lambda x: (x[1].rest is not None, x[1].counted_under is not None, -x[2]))
     claims = [_claim(ledger, r, d, alone) for r, d, alone in drafts]
-    found = [_found(context, c) for c in claims if c.alone_ns >= SMALLEST_NS or c.draft.counted_under]
+    found = _within_the_step(context, ledger, _kept(claims))
     traced = {id(f): c.claimed_ns for f, c in zip(found, _kept(claims), strict=True)}
     found.sort(key=lambda f: (f.bound_us is None, -(f.bound_us or 0.0), -traced[id(f)]))
     small = [
@@ -50,6 +51,18 @@ def judge(context: Context, answers: Seq[tuple[ModuleType, Answer]]) -> list[Fin
     ]
     blind = [_blind(r, a) for r, a in answers if isinstance(a, CouldNotLook)]
     return [*found, *small, *absent, *blind]
+
+
+def _within_the_step(context: Context, ledger: Ledger, claims: list[_Claim]) -> list[Finding]:
+    """Findings in the order of their claims. Scaled by different means, they must not add up to more than the step without the profiler."""
+    control = context.analysis.observer.control_us
+    left = math.inf if control is None else max(0.0, control - ledger.floor / 1000)
+    units = context.analysis.units_per_step
+    found = []
+    for claim in claims:
+        found.append(_found(context, claim, left / units))
+        left = max(0.0, left - (found[-1].bound_us or 0.0) * units)
+    return found
 
 
 def _kept(claims: list[_Claim]) -> list[_Claim]:
@@ -75,7 +88,8 @@ def scale(observer: Observer, basis: Basis) -> float | None:
     return min(1.0, observer.control_us / observer.traced_us)
 
 
-def _found(context: Context, claim: _Claim) -> Finding:
+def _found(context: Context, claim: _Claim, most_us: float) -> Finding:
+    """The claim as a finding that bounds no more than `most_us` per unit."""
     draft, observer = claim.draft, context.analysis.observer
     units = context.analysis.units_per_step
     basis = Basis.DEVICE if claim.device_ns >= MOSTLY * max(claim.alone_ns, 1.0) else draft.basis
@@ -92,6 +106,9 @@ def _found(context: Context, claim: _Claim) -> Finding:
     elif claim.device_ns >= SMALLEST_NS:
         bound = min(claim.claimed_ns, claim.device_ns) / 1000 / units
         notes.append("the saving is of device time only")
+    if bound is not None and bound > most_us:
+        bound = most_us
+        notes.append("dearer findings leave no more of the step without the profiler")
     notes += _observer_notes(observer, basis)
     if claim.alone_ns - claim.claimed_ns > 0.02 * claim.alone_ns and bound is not None:
         notes.append(f"{claim.alone_ns / 1000:.1f} us per step on its own; the rest is claimed by dearer findings")

@@ -2,7 +2,7 @@
 
 Causes claim first, dearest first, each as the further saving of its edit on top of all edits claimed before it
 (whatif); what no cause explains goes to the rules about the rest. So the sum of all claims never exceeds the
-step's wall. Not for: what to look for (the rules).
+step's wall without the device time that stays. Not for: what to look for (the rules).
 """
 
 from __future__ import annotations
@@ -24,8 +24,21 @@ class Ledger:
 
     @property
     def left(self) -> float:
-        """Wall that no one has claimed yet."""
-        return max(0.0, self._wall - self._direct)
+        """Wall that no one has claimed yet; never less than `floor`."""
+        return max(min(self.floor, self._wall), self._wall - self._direct)
+
+    @property
+    def floor(self) -> float:
+        """Device time that stays with all claimed edits, collectives left out; 0 where no device was traced.
+
+        What a rank waits for is what its peer does meanwhile: claimed for both, it would eat into the peer's kernels.
+        """
+        if not self._context.on_gpu:
+            return 0.0
+        parts = self._context.breakdown.parts
+        busy = sum(ns for part, ns in parts.items() if not part.startswith(("idle.", "comm.")))
+        rows, dur = self._model.rows, self._model.dur
+        return max(0.0, busy - (busy_ns(rows, dur, Edit()) - busy_ns(rows, dur, self._edit)))
 
     def alone(self, draft: Draft) -> float:
         """What the draft would save if nothing else changed."""
