@@ -11,11 +11,11 @@ computes, without sums between them. Not for: claims about an engine, or for cho
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import multiprocessing
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,73 +28,82 @@ from benchmarks.gpu_step import Made, milliseconds, runner_of, step_of, with_con
 
 OFF = 0.08  # of the largest logit, by which a changed order of sums may move one
 KEEP = 0.9985  # of the time before: less is noise
+TO_L2 = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.lt.u32 p, t, $3; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
+)
+
+
+@triton.jit
+def to_l2(at, size, threads):
+    """Ask for `size` bytes (a multiple of 16) from each address of `at` on to come to L2; the first `threads` threads ask, one by one."""
+    tl.inline_asm_elementwise(TO_L2, "=r,l,r,r", [at, size, threads], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def rows_to_l2(weight, n, outputs, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, LATER: tl.constexpr):
+    """The first programs start while the kernel before ends. Each asks for the rest of its rows, or for the rows of a program
+    that cannot have started: the memory is idle then. `n`: its first row."""
+    if tl.program_id(0) < FIRST:
+        start = n + FIRST * ROWS if LATER else n
+        if start + ROWS <= outputs:
+            to_l2(weight + start * K + (0 if LATER else STEP), (K if LATER else K - STEP) * 2 * ROWS, 1)
 
 
 @triton.jit
 def one_row(x, weight, out, outputs, inputs, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr, EVICT: tl.constexpr,
-            ROLLED: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+            ROLLED: tl.constexpr, FIRST: tl.constexpr, LATER: tl.constexpr):  # fmt: skip
     n, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP)
     inside, at = (n < outputs)[:, None], weight + n[:, None] * K + k[None, :]
     part = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)
+    if FIRST:
+        rows_to_l2(weight, tl.program_id(0).to(tl.int64) * ROWS, outputs, K, ROWS, STEP, FIRST, LATER)
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
-    acc = tl.zeros([ROWS, STEP // FOLD], tl.float32)
-    if AHEAD:  # the next weights are on their way before these are used
-        for start in range(STEP, inputs if ROLLED else K, STEP):
-            following = tl.load(at + start, mask=inside, other=0.0, eviction_policy=EVICT)
-            acc += folded(tl.load(x + start - STEP + k).to(tl.float32)[None, :] * part.to(tl.float32), ROWS, STEP, FOLD)
-            part = following
-        acc += folded(tl.load(x + K - STEP + k).to(tl.float32)[None, :] * part.to(tl.float32), ROWS, STEP, FOLD)
-    else:
-        acc += folded(tl.load(x + k).to(tl.float32)[None, :] * part.to(tl.float32), ROWS, STEP, FOLD)
-        for start in range(STEP, inputs if ROLLED else K, STEP):
-            value = tl.load(x + start + k).to(tl.float32)[None, :]
-            acc += folded(value * tl.load(at + start, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32), ROWS, STEP, FOLD)
+    acc = folded(tl.load(x + k).to(tl.float32)[None, :] * part.to(tl.float32), ROWS, STEP, FOLD)
+    for start in range(STEP, inputs if ROLLED else K, STEP):
+        value = tl.load(x + start + k).to(tl.float32)
+        acc += folded(value[None, :] * tl.load(at + start, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32), ROWS, STEP, FOLD)
     tl.store(out + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < outputs)
 
 
 @triton.jit
 def gated_row(x, weight, out, outputs, inputs, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr, EVICT: tl.constexpr,
-              ROLLED: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    n, k = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, STEP)
+              ROLLED: tl.constexpr, FIRST: tl.constexpr, LATER: tl.constexpr):  # fmt: skip
+    n, k = tl.program_id(0).to(tl.int64), tl.arange(0, STEP)
     kind = out.dtype.element_ty
-    gate_at = weight + n[:, None] * K + k[None, :]
-    up_at = gate_at + outputs * K
+    gate_at, up_at = weight + n * K + k, weight + (n + outputs) * K + k
     gate, up = tl.load(gate_at, eviction_policy=EVICT), tl.load(up_at, eviction_policy=EVICT)
+    if FIRST:
+        rows_to_l2(weight, n, outputs, K, 1, STEP, FIRST, LATER)
+        rows_to_l2(weight + outputs * K, n, outputs, K, 1, STEP, FIRST, LATER)
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
-    gates, ups = tl.zeros([ROWS, STEP // FOLD], tl.float32), tl.zeros([ROWS, STEP // FOLD], tl.float32)
-    if AHEAD:
-        for start in range(STEP, inputs if ROLLED else K, STEP):
-            next_gate, next_up = tl.load(gate_at + start, eviction_policy=EVICT), tl.load(up_at + start, eviction_policy=EVICT)
-            value = tl.load(x + start - STEP + k).to(tl.float32)[None, :]
-            gates += folded(value * gate.to(tl.float32), ROWS, STEP, FOLD)
-            ups += folded(value * up.to(tl.float32), ROWS, STEP, FOLD)
-            gate, up = next_gate, next_up
-        value = tl.load(x + K - STEP + k).to(tl.float32)[None, :]
-        gates += folded(value * gate.to(tl.float32), ROWS, STEP, FOLD)
-        ups += folded(value * up.to(tl.float32), ROWS, STEP, FOLD)
-    else:
-        value = tl.load(x + k).to(tl.float32)[None, :]
-        gates += folded(value * gate.to(tl.float32), ROWS, STEP, FOLD)
-        ups += folded(value * up.to(tl.float32), ROWS, STEP, FOLD)
-        for start in range(STEP, inputs if ROLLED else K, STEP):
-            value = tl.load(x + start + k).to(tl.float32)[None, :]
-            gates += folded(value * tl.load(gate_at + start, eviction_policy=EVICT).to(tl.float32), ROWS, STEP, FOLD)
-            ups += folded(value * tl.load(up_at + start, eviction_policy=EVICT).to(tl.float32), ROWS, STEP, FOLD)
-    g, u = tl.sum(gates, 1).to(kind).to(tl.float32), tl.sum(ups, 1).to(kind).to(tl.float32)
+    value = tl.load(x + k).to(tl.float32)
+    gates, ups = folded(value * gate.to(tl.float32), 0, STEP, FOLD), folded(value * up.to(tl.float32), 0, STEP, FOLD)
+    for start in range(STEP, inputs if ROLLED else K, STEP):
+        value = tl.load(x + start + k).to(tl.float32)
+        gates += folded(value * tl.load(gate_at + start, eviction_policy=EVICT).to(tl.float32), 0, STEP, FOLD)
+        ups += folded(value * tl.load(up_at + start, eviction_policy=EVICT).to(tl.float32), 0, STEP, FOLD)
+    g, u = tl.sum(gates, 0).to(kind).to(tl.float32), tl.sum(ups, 0).to(kind).to(tl.float32)
     tl.store(out + n, ((g / (1 + tl.exp(-g))).to(kind).to(tl.float32) * u).to(kind))
 
 
 @triton.jit
 def folded(values, ROWS: tl.constexpr, STEP: tl.constexpr, FOLD: tl.constexpr):
-    """Sums of FOLD neighbours, which one thread holds: fewer registers until the end."""
-    return tl.sum(tl.reshape(values, (ROWS, STEP // FOLD, FOLD)), 2) if FOLD > 1 else values
+    """Sums of FOLD neighbours, which one thread holds: fewer registers until the end. ROWS 0: of a vector."""
+    if FOLD > 1 and ROWS == 0:
+        values = tl.sum(tl.reshape(values, (STEP // FOLD, FOLD)), 1)
+    elif FOLD > 1:
+        values = tl.sum(tl.reshape(values, (ROWS, STEP // FOLD, FOLD)), 2)
+    return values
 
 
 @triton.jit(do_not_specialize=["rows"])
-def few_rows(x, weight, out, rows, outputs, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr):
+def few_rows(x, weight, out, rows, outputs, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
+             FETCH: tl.constexpr):  # fmt: skip
     n, m, k = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N), tl.arange(0, M), tl.arange(0, STEP)
+    if FETCH:
+        to_l2(weight + tl.minimum(n, outputs - 1) * K, FETCH, N)
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
     inside, real = (n < outputs)[None, :], (m < rows)[:, None]
@@ -105,7 +114,7 @@ def few_rows(x, weight, out, rows, outputs, K: tl.constexpr, M: tl.constexpr, N:
     tl.store(out + m[:, None] * outputs + n[None, :], acc.to(out.dtype.element_ty), mask=real & inside)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class One:
     """How a product of one row runs."""
 
@@ -115,20 +124,27 @@ class One:
     fold: int = 1
     first_out: bool = False  # weights leave the L1 cache first
     rolled: bool = False  # the loop's end is a number of the launch, so it is not unrolled
-    ahead: bool = False  # weights are loaded one step ahead
+    regs: int = 0  # the most registers of a thread, which sets how many programs run at a time; 0: what the compiler takes
+    first: int = 0  # so many programs ask L2, before they wait for the kernel before, for the rest of their rows
+    later: bool = False  # or, where their rows are loaded whole, for those of the program so many later
+
+    def fits(self, inputs: int) -> bool:
+        """Whether the product's rows can be cut so."""
+        return inputs % self.step == 0 and (not self.first or self.later or (inputs > self.step and self.rows == 1))
 
     def run(self, x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
         """x [1, k], weight [n, k] -> [1, n], or of a gated product [1, n / 2]."""
         outputs, inputs = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+        assert self.rows == 1 or not gated
         out = x.new_empty((1, outputs))
         (gated_row if gated else one_row)[(triton.cdiv(outputs, self.rows),)](
             x, weight, out, outputs, inputs, K=inputs, ROWS=self.rows, STEP=self.step, FOLD=self.fold, EVICT="evict_first" if self.first_out else "",
-            ROLLED=self.rolled and inputs > self.step, AHEAD=self.ahead, launch_pdl=True, num_warps=self.warps,
+            ROLLED=self.rolled and inputs > self.step, FIRST=self.first, LATER=self.later, launch_pdl=True, num_warps=self.warps, maxnreg=self.regs or None,
         )  # fmt: skip
         return out
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Few:
     """How a product of up to 32 rows runs."""
 
@@ -137,37 +153,43 @@ class Few:
     stages: int = 4
     warps: int = 4
     first_out: bool = False
+    fetch: int = 0  # bytes of each of its rows that a program asks L2 for before it waits for the kernel before
+
+    def fits(self, inputs: int) -> bool:
+        """Whether the product's rows can be cut so."""
+        return inputs % self.step == 0 and self.fetch <= 2 * inputs
 
     def run(self, x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
         rows, (outputs, inputs) = x.shape[0], weight.shape
         out = x.new_empty((rows, outputs))
         few_rows[(triton.cdiv(outputs, self.outputs),)](
             x, weight, out, rows, outputs, K=inputs, M=16 if rows <= 16 else 32, N=self.outputs, STEP=self.step, STAGES=self.stages,
-            EVICT="evict_first" if self.first_out else "", launch_pdl=True, num_warps=self.warps,
+            EVICT="evict_first" if self.first_out else "", FETCH=self.fetch, launch_pdl=True, num_warps=self.warps,
         )  # fmt: skip
         return out
 
 
-WHOLE = [One(2, 4096, 8), One(1, 4096, 8), One(4, 4096, 8, 8), One(2, 4096, 4, 8), One(4, 2048, 8), One(4, 2048, 4), One(4, 2048, 8, 8, False, True, True)]
+ALL = 1056  # programs of 8 warps that run at a time on 132 multiprocessors
+OWN: dict[str, One] = {"down": One(1, 4096, 8, 8, False, True), "o": One(2, 4096, 8), "qkv": One(4, 2048, 4), "gated": One(1, 512, 8, 1, True), "head": One(1, 1024, 8, 1, True)}
 CHOICES: dict[str, list[One]] = {
-    "down": [One(1, 4096, 8, 8, False, True), One(1, 4096, 8, 8, False, True, True), One(1, 2048, 8, 8, False, True, True), One(2, 2048, 8, 8, False, True, True),
-             One(4, 2048, 4, 8, True, True), One(4, 2048, 4, 8, False, True, True), One(1, 2048, 4, 8, False, True, True), One(1, 1024, 8, 1, True),
-             One(1, 1024, 8, 1, False, True, True), One(2, 1024, 4, 8, False, True, True), One(1, 1024, 8, 1, False, False, True)],
-    "o": WHOLE,
-    "qkv": [One(4, 2048, 4), One(4, 2048, 8, 8, False, False), One(4, 2048, 4, 8, False, True, True), One(4, 1024, 4, 8, False, True, True),
-            One(2, 2048, 4, 8, False, True, True), One(2, 4096, 8), One(1, 4096, 4, 8), One(4, 2048, 4, 1, False, False, True)],
-    "gated": [One(1, 512, 8, 1, True), One(1, 512, 8, 1, True, False, True), One(1, 512, 8, 1, False, False, True), One(1, 1024, 4, 8, True, True, True),
-              One(1, 1024, 8, 1, True, False, True), One(1, 2048, 4, 8, True), One(1, 1024, 8, 4, True, True, True), One(2, 512, 8, 1, True, False, True),
-              One(1, 512, 4, 4, True, True, True)],
-    "head": [One(1, 1024, 8, 1, True), One(1, 1024, 8, 1, True, False, True), One(1, 2048, 4, 8, True, True, True), One(1, 4096, 4, 8, True)],
+    "o": [OWN["o"], *(replace(OWN["o"], regs=n) for n in (64, 40, 32)), *(replace(OWN["o"], first=n, later=True) for n in (264, 528, 660, 1024)),
+          replace(OWN["o"], regs=40, first=792, later=True), One(1, 4096, 8), One(1, 4096, 8, regs=32, first=ALL, later=True), One(4, 2048, 8, 8, first=264, later=True)],
+    "qkv": [OWN["qkv"], *(replace(OWN["qkv"], regs=n) for n in (96, 80, 64)), *(replace(OWN["qkv"], first=n, later=True) for n in (264, 528)),
+            replace(OWN["qkv"], regs=80, first=660, later=True), One(2, 4096, 8, first=660, later=True), One(1, 4096, 8, regs=32, first=ALL, later=True)],
+    "gated": [OWN["gated"], *(replace(OWN["gated"], first=n) for n in (528, ALL, 2 * ALL)), replace(OWN["gated"], first=ALL, later=True),
+              One(1, 1024, 8, 1, True, first=ALL), One(1, 2048, 8, 1, True, first=ALL, later=True), One(1, 1024, 4, 8, True, True, first=2 * ALL),
+              One(1, 4096, 4, 8, True, first=528, later=True)],
+    "down": [OWN["down"], *(replace(OWN["down"], first=n) for n in (528, ALL, 2 * ALL)), replace(OWN["down"], first=ALL, later=True),
+             One(1, 2048, 8, 8, False, True, first=ALL), One(1, 1024, 8, 1, True, first=ALL), replace(OWN["down"], rolled=False, regs=40)],
+    "head": [OWN["head"], *(replace(OWN["head"], first=n) for n in (ALL, 2 * ALL)), One(1, 2048, 8, 1, True, regs=32), One(1, 4096, 4, 8, True)],
 }  # fmt: skip
 MORE: dict[str, list[Few]] = {
-    "o": [Few(32, 512), Few(32, 256), Few(16, 512), Few(32, 512, 4, 4, True)],
-    "down": [Few(32, 512), Few(32, 512, 4, 4, True), Few(16, 512), Few(32, 256)],
-    "qkv": [Few(64, 256), Few(32, 512), Few(64, 256, 4, 4, True), Few(64, 128)],
-    "gated": [Few(64, 128), Few(64, 256, 3), Few(64, 128, 4, 4, True), Few(64, 128, 4, 8)],
-    "head": [Few(64, 128), Few(64, 128, 4, 4, True)],
-}
+    "o": [Few(32, 512), *(Few(32, 512, fetch=n) for n in (1024, 2048, 4096)), Few(16, 512, fetch=2048)],
+    "gated": [Few(64, 128), *(Few(64, 128, fetch=n) for n in (512, 1024, 2048)), Few(64, 256, 3, fetch=1024)],
+    "down": [Few(32, 512), *(Few(32, 512, fetch=n) for n in (1024, 2048, 4096)), Few(16, 512, fetch=4096)],
+    "qkv": [Few(64, 256), *(Few(64, 256, fetch=n) for n in (512, 1024, 2048)), Few(32, 512, fetch=2048)],
+    "head": [Few(64, 128), *(Few(64, 128, fetch=n) for n in (512, 1024))],
+}  # fmt: skip
 
 
 def shapes(share: int) -> dict[str, tuple[int, int]]:
@@ -182,9 +204,9 @@ def shapes(share: int) -> dict[str, tuple[int, int]]:
 def near(best: One | Few) -> list[One | Few]:
     """The best with one thing changed."""
     if isinstance(best, Few):
-        return [dataclasses.replace(best, stages=n) for n in (3, 5)]
-    flipped = [dataclasses.replace(best, **{name: not getattr(best, name)}) for name in ("first_out", "rolled", "ahead")]
-    return [*flipped, dataclasses.replace(best, fold=1 if best.fold > 1 else 8)]
+        return [replace(best, stages=n) for n in (3, 5)]
+    flipped: list[One | Few] = [replace(best, **{name: not getattr(best, name)}) for name in ("first_out", "rolled")]
+    return [*flipped, *(replace(best, first=best.first * n // 4) for n in (3, 6) if best.first)]
 
 
 def compile_some(jobs: list[tuple[str, One | Few]], batch: int, share: int) -> None:
@@ -246,7 +268,7 @@ class Search:
         before = self.table[name]
         top = self.ratio(name, before) * KEEP, before
         for how in choices:
-            if time.monotonic() < deadline and how != before and shapes(self.options.share)[name][1] % how.step == 0:
+            if time.monotonic() < deadline and how != before and how.fits(shapes(self.options.share)[name][1]):
                 self.table[name] = how
                 top = min(top, (self.ratio(name, how), how), key=lambda t: t[0])
         self.table[name] = top[1]
@@ -266,7 +288,7 @@ def main() -> None:
     choices: dict[str, list[One | Few]] = {name: list(found) for name, found in (CHOICES if options.batch == 1 else MORE).items()}
     table = {name: found[0] for name, found in choices.items()}
     sizes = shapes(options.share)
-    jobs = [(name, how) for name, found in choices.items() for how in {*found, *near(found[0])} if sizes[name][1] % how.step == 0]
+    jobs = [(name, how) for name, found in choices.items() for how in {*found, *(more for one in found for more in near(one))} if how.fits(sizes[name][1])]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.starmap(compile_some, [(jobs[i :: options.processes], options.batch, options.share) for i in range(options.processes)])
     emit({"compiled": len(jobs), "s": round(time.monotonic() - began, 1)})
