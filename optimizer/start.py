@@ -88,39 +88,42 @@ def prepare(options: Options) -> Run:
     place = options.run_dir or options.runs / name
     if (place / "run.json").exists():
         raise Refused(f"{place} already holds a run; `optimize resume {place}` goes on with it")
+    # Before the weights, which may take half a minute to write:
+    python, agent, agent_options, knowledge = _python(options), _agent(options), _agent_options(options), _knowledge(options)
+    protocol, limits, guard_margins, engine_args = _protocol(options), _limits(options), _guard_margins(options, device), _engine_args(options)
+    sealed = _seal()
     model, weights_seed = _weights(options.load_format, model, place, seed)
-    environment = fingerprint.fingerprint(device, level, devices)
     request = Request(
         id=name,
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         target_dir=target.directory,
         target=target.name,
         target_file=(target.directory / FILE).relative_to(target.root).as_posix(),
-        python=_python(options),
+        python=python,
         model_dir=model,
         metric=metric,
         tp=tp,
         device=device,
         dtype=target.dtype[device],
-        agent=_agent(options),
-        protocol=_protocol(options),
+        agent=agent,
+        protocol=protocol,
         seed=seed,
-        limits=_limits(options),
+        limits=limits,
         goal=goal,
         devices=devices,
         sandbox=level,
         sandbox_level=level,
-        gates_digest=_seal(),
+        gates_digest=sealed,
         weights_sha256=_weights_sha(model),
         weights_seed=weights_seed,
         prompt_key=secrets.token_hex(32),
         model=_dimensions(model),
-        environment=environment,
-        options=_agent_options(options),
+        environment=fingerprint.fingerprint(device, level, devices),
+        options=agent_options,
         accept_numeric_drift=options.accept_numeric_drift,
-        guard_margins=_guard_margins(options),
-        engine_args=tuple(shlex.split(options.engine_args)),
-        knowledge=_knowledge(options),
+        guard_margins=guard_margins,
+        engine_args=engine_args,
+        knowledge=knowledge,
         without_knowledge=tuple(name.strip() for name in options.without_knowledge.split(",") if name.strip()),
     )
     try:
@@ -129,7 +132,19 @@ def prepare(options: Options) -> Run:
         raise Refused(str(error)) from error
 
 
-def _guard_margins(options: Options) -> dict[str, float]:
+def _engine_args(options: Options) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(options.engine_args))
+    except ValueError as error:
+        raise Refused(f"--engine-args {options.engine_args}: {error}") from None
+
+
+def _guard_margins(options: Options, device: str) -> dict[str, float]:
+    from optimizer.guard_names import possible
+    from optimizer.targets import PROTOCOLS as KNOWN
+    from optimizer.targets import protocol_for
+
+    known = possible(protocol_for(KNOWN[_protocol(options)], options.metric, device))
     found: dict[str, float] = {}
     for text in options.guard_margins:
         name, _, share = text.partition("=")
@@ -139,6 +154,8 @@ def _guard_margins(options: Options) -> dict[str, float]:
             raise Refused(f"--guard-margin {text}: NAME=SHARE, for example peak_memory_bytes=0.05") from None
         if not name or not 0 < found[name] <= MOST_MARGIN:
             raise Refused(f"--guard-margin {text}: the share lies above 0 and is {MOST_MARGIN:g} at most (0.05 is 5 %)")
+        if name not in known:
+            raise Refused(f"--guard-margin {text}: no guard of that name here; there are: {', '.join(sorted(known))}")
     return found
 
 

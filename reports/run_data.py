@@ -86,11 +86,11 @@ class Attempt:
         return tuple(dict.fromkeys(str(f) for p in self.proposed for f in p.get("finding_ids") or ()))
 
     def measured(self, stage: str = "confirm") -> Measured:
-        """One stage: medians from its pair lines; ratio and interval as the judge entered them, where it did."""
+        """One stage by its pair lines; ratio, interval and medians as the judge entered them, where it did."""
         said = self.stages.get(stage, {})
         if stage == "confirm" and self.outcome == "accepted":
             said = said | {k: self.verdict[k] for k in ("ratio", "ci95") if self.verdict.get(k) is not None}
-        return judged(measure(p for p in self.pairs if p.get("stage") == stage), said)
+        return judged(measure(p for p in self.pairs if p.get("stage") == stage and p.get("key") in (None, self.key)), said)
 
     @property
     def best_measured(self) -> tuple[str, Measured] | None:
@@ -202,14 +202,15 @@ def measure(pairs: Iterable[dict[str, Any]]) -> Measured:
 
 
 def judged(found: Measured, said: dict[str, Any]) -> Measured:
-    """`found` with ratio and interval replaced by what the ledger says: the judge pools its noise over pairs."""
+    """`found` with what the ledger says of ratio, interval and medians in its place: the judge pools its noise over pairs."""
     ratio, ci = said.get("ratio"), said.get("ci95")
     if not found.pairs or not isinstance(ratio, int | float) or not _is_number(ratio):
         return found
     interval = found.ci95
     if isinstance(ci, list | tuple) and len(ci) == 2 and all(_is_number(c) and c > 0 for c in ci):
         interval = (float(ci[0]), float(ci[1]))
-    return Measured(found.pairs, found.discarded, found.a_us, found.b_us, float(ratio), interval)
+    a, b = (float(said[k]) if _is_number(said.get(k)) and said[k] > 0 else own for k, own in (("a_us", found.a_us), ("b_us", found.b_us)))
+    return Measured(found.pairs, found.discarded, a, b, float(ratio), interval)
 
 
 def _ledger(path: Path) -> tuple[list[dict[str, Any]], bytes, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -102,7 +103,6 @@ def test_without_a_sandbox_only_the_unsafe_flag_starts(optimize, monkeypatch, tm
     ],
 )
 def test_only_our_own_patches_run_one_level_lower(monkeypatch, best, asked, agent, level):
-    from optimizer import start
     from optimizer.confine import sandbox
 
     monkeypatch.setattr(sandbox, "detect", lambda: sandbox.SandboxLevel(best))
@@ -226,7 +226,33 @@ def test_help_does_not_wait_for_torch(repo):
 
 @pytest.mark.parametrize("text", ["peak_memory_bytes", "peak_memory_bytes=much", "=0.1", "peak_memory_bytes=0", "peak_memory_bytes=2"])
 def test_a_margin_that_cannot_be_read_is_refused_with_its_text(text):
-    from optimizer import start
 
     with pytest.raises(start.Refused, match=f"--guard-margin {text}"):
         start.prepare(start.Options(guard_margins=(text,), tp=1, device="cpu"))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"guard_margins": ("peak_memory=0.1",)}, "--guard-margin peak_memory=0.1: no guard of that name here; there are: .*peak_memory_bytes"),
+    ({"guard_margins": ("peak_memory_bytes=0.1",), "metric": "memory"}, "no guard of that name"),
+    ({"engine_args": "--name 'open"}, "--engine-args --name 'open: No closing quotation"),
+    ({"protocol": "quickest"}, "--protocol quickest: valid are quick, full"),
+])  # fmt: skip
+def test_what_can_be_refused_is_refused_before_weights_are_written(options, message, monkeypatch):
+    """An unknown guard ended a run after its calibration, minutes in; a wrong protocol after 16 GB of weights."""
+
+    monkeypatch.setattr(start, "_weights", lambda *_: pytest.fail("weights were touched"))
+    with pytest.raises(start.Refused, match=message):
+        start.prepare(start.Options(tp=1, device="cpu", **options))
+
+
+@pytest.mark.parametrize("record", ["h200-tp1", "h200-tp2", "mcp-tiny"])
+def test_the_guards_of_a_run_are_among_those_that_its_protocol_names(record, repo):
+    from optimizer import guard_names
+    from optimizer.targets import PROTOCOLS, protocol_for
+
+    place = repo / "reports/gallery" / record
+    want = json.loads((place / "run.json").read_text())
+    lines = [json.loads(line) for line in (place / "ledger.jsonl").read_text().splitlines()]
+    measured = {name for line in lines if line["kind"] == "pair" for name in line["data"]["guards"]}
+    named = guard_names.possible(protocol_for(PROTOCOLS[want["protocol"]], want["metric"], want["device"]))
+    assert measured and measured <= named and len(named) <= len(measured) + 2

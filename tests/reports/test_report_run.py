@@ -314,3 +314,14 @@ def test_a_printed_page_keeps_the_colours_of_its_legends(page: Path, tmp_path: P
         shown.emulate_media(media="print")
         kept = shown.evaluate("[...document.querySelectorAll('.swatch, .bar')].map(e => getComputedStyle(e).printColorAdjust)")
     assert len(kept) > 10 and set(kept) == {"exact"}
+
+
+def test_the_page_has_the_medians_that_the_judge_had_and_of_the_judged_program_alone() -> None:
+    """With a pair discarded after the verdict the page said 77.2 ms where the terminal had 80.2; an enabler's pairs counted for its series."""
+    pair = {"stage": "screen", "a_us_per_token": 90.0, "b_us_per_token": 10.0, "discarded": None}
+    said = {"ratio": 0.125, "ci95": [0.1, 0.15], "a_us": 80.0, "b_us": 10.0}
+    attempt = run_data.Attempt(1, [{"ast_hash": "end"}], pairs=[{**pair, "key": "enabler", "b_us_per_token": 90.0}, {**pair, "key": "end"}], stages={})
+    found = attempt.measured("screen")
+    assert (found.pairs, found.b_us, found.saved_us) == (1, 10.0, 80.0)
+    attempt.stages["screen"] = said
+    assert (attempt.measured("screen").a_us, attempt.measured("screen").saved_us) == (80.0, 70.0)
