@@ -11,6 +11,7 @@ computes, without sums between them. Not for: claims about an engine, or for cho
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import statistics
 import tempfile
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu_engine import QWEN3_8B, emit
-from benchmarks.gpu_step import Made, milliseconds, runner_of, step_of, with_config
+from benchmarks.gpu_step import Made, milliseconds, modules, runner_of, step_of, with_config
 
 OFF = 0.08  # of the largest logit, by which a changed order of sums may move one
 KEEP = 0.9985  # of the time before: less is noise
@@ -128,14 +129,14 @@ class One:
     first: int = 0  # so many programs ask L2, before they wait for the kernel before, for the rest of their rows
     later: bool = False  # or, where their rows are loaded whole, for those of the program so many later
 
-    def fits(self, inputs: int) -> bool:
+    def fits(self, inputs: int, gated: bool) -> bool:
         """Whether the product's rows can be cut so."""
-        return inputs % self.step == 0 and (not self.first or self.later or (inputs > self.step and self.rows == 1))
+        rest = inputs > self.step and self.rows == 1
+        return inputs % self.step == 0 and (self.rows == 1 or not gated) and (not self.first or self.later or rest)
 
     def run(self, x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
         """x [1, k], weight [n, k] -> [1, n], or of a gated product [1, n / 2]."""
         outputs, inputs = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-        assert self.rows == 1 or not gated
         out = x.new_empty((1, outputs))
         (gated_row if gated else one_row)[(triton.cdiv(outputs, self.rows),)](
             x, weight, out, outputs, inputs, K=inputs, ROWS=self.rows, STEP=self.step, FOLD=self.fold, EVICT="evict_first" if self.first_out else "",
@@ -155,7 +156,7 @@ class Few:
     first_out: bool = False
     fetch: int = 0  # bytes of each of its rows that a program asks L2 for before it waits for the kernel before
 
-    def fits(self, inputs: int) -> bool:
+    def fits(self, inputs: int, gated: bool) -> bool:
         """Whether the product's rows can be cut so."""
         return inputs % self.step == 0 and self.fetch <= 2 * inputs
 
@@ -170,19 +171,16 @@ class Few:
 
 
 ALL = 1056  # programs of 8 warps that run at a time on 132 multiprocessors
-OWN: dict[str, One] = {"down": One(1, 4096, 8, 8, False, True), "o": One(2, 4096, 8), "qkv": One(4, 2048, 4), "gated": One(1, 512, 8, 1, True), "head": One(1, 1024, 8, 1, True)}
-CHOICES: dict[str, list[One]] = {
-    "o": [OWN["o"], *(replace(OWN["o"], regs=n) for n in (64, 40, 32)), *(replace(OWN["o"], first=n, later=True) for n in (264, 528, 660, 1024)),
-          replace(OWN["o"], regs=40, first=792, later=True), One(1, 4096, 8), One(1, 4096, 8, regs=32, first=ALL, later=True), One(4, 2048, 8, 8, first=264, later=True)],
-    "qkv": [OWN["qkv"], *(replace(OWN["qkv"], regs=n) for n in (96, 80, 64)), *(replace(OWN["qkv"], first=n, later=True) for n in (264, 528)),
-            replace(OWN["qkv"], regs=80, first=660, later=True), One(2, 4096, 8, first=660, later=True), One(1, 4096, 8, regs=32, first=ALL, later=True)],
-    "gated": [OWN["gated"], *(replace(OWN["gated"], first=n) for n in (528, ALL, 2 * ALL)), replace(OWN["gated"], first=ALL, later=True),
-              One(1, 1024, 8, 1, True, first=ALL), One(1, 2048, 8, 1, True, first=ALL, later=True), One(1, 1024, 4, 8, True, True, first=2 * ALL),
-              One(1, 4096, 4, 8, True, first=528, later=True)],
-    "down": [OWN["down"], *(replace(OWN["down"], first=n) for n in (528, ALL, 2 * ALL)), replace(OWN["down"], first=ALL, later=True),
-             One(1, 2048, 8, 8, False, True, first=ALL), One(1, 1024, 8, 1, True, first=ALL), replace(OWN["down"], rolled=False, regs=40)],
-    "head": [OWN["head"], *(replace(OWN["head"], first=n) for n in (ALL, 2 * ALL)), One(1, 2048, 8, 1, True, regs=32), One(1, 4096, 4, 8, True)],
-}  # fmt: skip
+
+
+def choices(own: One) -> list[One]:
+    """What is tried of one product whose engine takes `own`, that first."""
+    fewer = [replace(own, regs=n) for n in (80, 64, 40, 32)]
+    asking = [replace(own, first=n, later=later) for later, n in itertools.product((True, False), (528, 660, ALL, 2 * ALL))]
+    small = [One(1, 4096, 8), One(1, 2048, 8), One(1, 1024, 8, 1, True), One(1, 2048, 8, 8, False, True), One(1, 1024, 4, 8, True, True), One(2, 2048, 8)]
+    return [own, *fewer, *asking, *small, *(replace(how, first=ALL, later=how.step == 4096) for how in small)]
+
+
 MORE: dict[str, list[Few]] = {
     "o": [Few(32, 512), *(Few(32, 512, fetch=n) for n in (1024, 2048, 4096)), Few(16, 512, fetch=2048)],
     "gated": [Few(64, 128), *(Few(64, 128, fetch=n) for n in (512, 1024, 2048)), Few(64, 256, 3, fetch=1024)],
@@ -207,6 +205,19 @@ def near(best: One | Few) -> list[One | Few]:
         return [replace(best, stages=n) for n in (3, 5)]
     flipped: list[One | Few] = [replace(best, **{name: not getattr(best, name)}) for name in ("first_out", "rolled")]
     return [*flipped, *(replace(best, first=best.first * n // 4) for n in (3, 6) if best.first)]
+
+
+def tried(tree: Path, batch: int, share: int) -> dict[str, list[One | Few]]:
+    """By product what is tried; first as the tree has it."""
+    (skinny,) = modules(tree, "skinny")
+    found: dict[str, list[One | Few]] = {}
+    for name, (outputs, inputs) in shapes(share).items():
+        rows, step, warps, passing = skinny.sizes(outputs, inputs)
+        long = step >= 2048 and inputs > 4096
+        own = One(1, 512, 8, 1, True) if name == "gated" else One(rows, step, warps, 8 if long else 1, passing, long)
+        all_of: list[One | Few] = list(choices(own) if batch == 1 else MORE[name])
+        found[name] = [how for how in dict.fromkeys(all_of) if how.fits(inputs, name == "gated")]
+    return found
 
 
 def compile_some(jobs: list[tuple[str, One | Few]], batch: int, share: int) -> None:
@@ -268,7 +279,7 @@ class Search:
         before = self.table[name]
         top = self.ratio(name, before) * KEEP, before
         for how in choices:
-            if time.monotonic() < deadline and how != before and how.fits(shapes(self.options.share)[name][1]):
+            if time.monotonic() < deadline and how != before and how.fits(shapes(self.options.share)[name][1], name == "gated"):
                 self.table[name] = how
                 top = min(top, (self.ratio(name, how), how), key=lambda t: t[0])
         self.table[name] = top[1]
@@ -285,19 +296,19 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     options = parser.parse_args()
     began = time.monotonic()
-    choices: dict[str, list[One | Few]] = {name: list(found) for name, found in (CHOICES if options.batch == 1 else MORE).items()}
-    table = {name: found[0] for name, found in choices.items()}
+    found = tried(options.tree, options.batch, options.share)
+    table = {name: ways[0] for name, ways in found.items()}
     sizes = shapes(options.share)
-    jobs = [(name, how) for name, found in choices.items() for how in {*found, *(more for one in found for more in near(one))} if how.fits(sizes[name][1])]
+    jobs = [(name, how) for name, ways in found.items() for how in {*ways, *near(ways[0])} if how.fits(sizes[name][1], name == "gated")]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.starmap(compile_some, [(jobs[i :: options.processes], options.batch, options.share) for i in range(options.processes)])
     emit({"compiled": len(jobs), "s": round(time.monotonic() - began, 1)})
     with tempfile.TemporaryDirectory() as place, torch.inference_mode():
         made = runner_of(options.tree, with_config(place), (options.batch,), options.share)
         search = Search(made, table, options)
-        order = ("down", "o", "qkv", "gated", "head")
+        order = ("o", "gated", "down", "qkv", "head")
         for name in order:
-            search.best(name, choices[name], began + 0.75 * options.seconds)
+            search.best(name, found[name], began + 0.8 * options.seconds)
         for name in order:
             search.best(name, near(table[name]), began + options.seconds)
         for name in order:

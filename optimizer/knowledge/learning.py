@@ -9,13 +9,16 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optimizer import state
 from optimizer.knowledge import blueprint as knowledge
 from optimizer.run import Request, Run
 
 
-def facts(run: Run) -> dict[str, Any]:
-    """What an entry's scope is compared with: see knowledge.Scope."""
+def facts(run: Run, incumbent: str | None = None) -> dict[str, Any]:
+    """What an entry's scope is compared with: see knowledge.Scope. `incumbent`: a commit; the present one if left out."""
     want = run.request
+    lines = run.ledger.lines()
+    captured = state.captured_as(lines, incumbent or state.incumbent(lines, run.base)) or {}
     gpus = want.environment.get("gpus") or []
     return {
         "engine": want.target,
@@ -23,7 +26,7 @@ def facts(run: Run) -> dict[str, Any]:
         "model": model_name(want),
         "tp": want.tp,
         "batch": 1,
-        "mode": "eager",
+        "mode": "graph" if (captured.get("metadata") or {}).get("cuda_graph") else "eager",
         "device": gpus[0]["name"] if gpus else f"cpu:{want.environment.get('machine', '')}",
         "dtype": want.dtype,
         "torch": want.environment.get("versions", {}).get("torch"),
@@ -46,12 +49,16 @@ def model_name(want: Request) -> str:
     return f"{shape.get('model_type', 'model')} {shape.get('num_hidden_layers')}x{shape.get('hidden_size')}, random weights"
 
 
-def accepted(run: Run) -> Sequence[Any]:
-    """Entries that a person accepted for exactly this engine, model and machine, less those the run was to do without."""
+def accepted(run: Run, mode: str | None = None) -> Sequence[Any]:
+    """Entries that a person accepted for exactly this engine, model and machine, less those the run was to do without.
+
+    `mode`: as if the incumbent ran so (eager, graph).
+    """
     without = run.request.without_knowledge
     if "all" in without:
         return []
-    return [e for e in knowledge.accepted(facts(run), run.request.knowledge or knowledge.BLUEPRINT) if e.id not in without]
+    seen = facts(run) | ({"mode": mode} if mode else {})
+    return [e for e in knowledge.accepted(seen, run.request.knowledge or knowledge.BLUEPRINT) if e.id not in without]
 
 
 def learn(run: Run, number: int | None) -> list[str]:

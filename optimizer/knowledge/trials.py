@@ -107,7 +107,7 @@ def probe(plan: Plan, options: Options) -> None:
 
 def in_scope(plan: Plan, probe: Run) -> None:
     """Raises AblationError when the entries say nothing of this run: then both arms would be the same."""
-    held = [e.id for e in learning.accepted(probe)]
+    held = [e.id for mode in ("eager", "graph") for e in learning.accepted(probe, mode)]  # one becomes the other on the way
     missing = [name for name in plan.without if name not in held]
     if missing or not held:
         facts = ", ".join(f"{name}={value}" for name, value in learning.facts(probe).items())

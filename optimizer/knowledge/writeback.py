@@ -133,7 +133,7 @@ def _accepted(run: Run, lines: Sequence[Line], attempt: Attempt, at: int) -> Ent
         why=f"{gain.ratio:.3f} of the incumbent's time per token [{gain.ci95[0]:.3f}, {gain.ci95[1]:.3f}] in {gain.pairs} pairs",
         role="win" if last else "enabler",
         detection=_detection(proposed, rows),
-        scope=_scope(run),
+        scope=_scope(run, attempt),
         params=proposed.get("params") or {},
         gain=Gains(
             marginal=gain if len(members) == 1 else None,
@@ -177,7 +177,7 @@ def _without_effect(run: Run, lines: Sequence[Line], attempt: Attempt) -> Entry:
         why=f"{attempt.verdict} at {data.get('stage')}: {data.get('reason') or 'effect below what could be resolved'}; {data.get('detail') or ''}".rstrip("; "),
         helps=False,
         detection=_detection(proposed, {}),
-        scope=_scope(run),
+        scope=_scope(run, attempt),
         params=proposed.get("params") or {},
         gain=Gains(marginal=gain),
         evidence=_evidence(run, lines, attempt, proposed),
@@ -186,9 +186,10 @@ def _without_effect(run: Run, lines: Sequence[Line], attempt: Attempt) -> Entry:
     )
 
 
-def _scope(run: Run) -> Scope:
-    """Exactly this run: nothing is widened here."""
-    facts = learning.facts(run)
+def _scope(run: Run, attempt: Attempt) -> Scope:
+    """Exactly this run, and the engine that the attempt began from: nothing is widened here."""
+    assert attempt.end is not None
+    facts = learning.facts(run, attempt.end["incumbent_commit"])
     return Scope(**{name: [facts[name]] if facts.get(name) is not None else [] for name in Scope.model_fields})
 
 
