@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_step OUT TREE TREE ... [--batches 1,32] [--contexts 140,4100] [--rounds 7]
 
 Each TREE is a folder with `engine/` in it that has `cuda-graph-capture` (`benchmarks.gpu_ladder --build` writes such), all in one process, with
-random weights in Qwen3-8B's shape, without HTTP or scheduling. Milliseconds are medians over the rounds; ratios are to the first
+the same random weights in Qwen3-8B's shape, without HTTP or scheduling. Milliseconds are medians over the rounds; ratios are to the first
 tree within a round, their median, least and most. A kernel adds what the step's last end moves by when it ends: kernels that are launched while
 the one before runs overlap, so their own durations add up to more than the step. For choosing between two ways of writing a
 kernel. Not for: claims about an engine, or several ranks.
@@ -71,6 +71,15 @@ def runner_of(tree: Path, model_dir: Path, batches: tuple[int, ...], share: int 
     return Made(runner, request, sys.modules.get("engine.skinny"))
 
 
+def with_weights_of(first: Made, other: Made) -> Made:
+    """`other`, its parameters those of `first` where name and shape agree: many trees fit on one GPU."""
+    own = dict(first.runner.model.named_parameters())
+    for name, parameter in other.runner.model.named_parameters():
+        if name in own and own[name].shape == parameter.shape:
+            parameter.data = own[name].data
+    return other
+
+
 def pages(made: Made, context: int) -> int:
     """Pages of one sequence of `context` tokens."""
     return -(-context // made.runner.block_size)
@@ -134,12 +143,16 @@ def main() -> None:
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--contexts", default="140,4100", help="tokens of each sequence; a pair that does not fit is left out")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-kernels", action="store_true", help="leave out what each kernel adds, which takes a second a step")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     batches = tuple(sorted(map(int, options.batches.split(","))))
     with tempfile.TemporaryDirectory() as place:
         config = with_config(place)
-        made = {tree.name: runner_of(tree, config, batches) for tree in options.trees}
+        made: dict[str, Made] = {}
+        for tree in options.trees:
+            one = runner_of(tree, config, batches)
+            made[tree.name] = with_weights_of(next(iter(made.values())), one) if made else one
     for batch in batches:
         for context in map(int, options.contexts.split(",")):
             if batch * max(pages(one, context) for one in made.values()) > PAGES:
@@ -153,6 +166,8 @@ def main() -> None:
                 ratios = [turn[name] / turn[base] for turn in rounds]
                 emit({"tree": name, "batch": batch, "context": context, "ms": round(statistics.median(turn[name] for turn in rounds), 4),
                       "ratio": [round(f(ratios), 4) for f in (statistics.median, min, max)]})  # fmt: skip
+                if options.no_kernels:
+                    continue
                 (options.out / f"{name}-{batch}-{context}.json").write_text(json.dumps(profiled(graph), indent=1))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import gpu_step
 
@@ -38,3 +40,11 @@ def test_engines_of_two_trees_do_not_share_modules(tmp_path: Path) -> None:
         for name in [n for n in sys.modules if n == "engine" or n.startswith("engine.")]:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+def test_trees_share_the_weights_that_they_have_in_common() -> None:
+    one, two = (gpu_step.Made(SimpleNamespace(model=torch.nn.Sequential(torch.nn.Linear(4, n), torch.nn.Linear(3, 2))), None, None) for n in (3, 5))
+    assert gpu_step.with_weights_of(one, two) is two
+    first, second = (dict(made.runner.model.named_parameters()) for made in (one, two))
+    assert first["1.weight"].data_ptr() == second["1.weight"].data_ptr() and first["1.bias"].data_ptr() == second["1.bias"].data_ptr()
+    assert second["0.weight"].shape == (5, 4), "another shape stays its own"
