@@ -25,8 +25,8 @@ class Costs:
     """Measured seconds of the parts of an attempt; None where nothing was measured yet."""
 
     pair: float | None = None  # the latest three, mean
-    gates: float | None = None  # quick and full of the dearest attempt that passed the quick ones
-    capture: float | None = None
+    gates: float | None = None  # quick and full of an attempt that passed the quick ones: the latest three, mean
+    capture: float | None = None  # the latest
 
 
 def measured(lines: Sequence[Line]) -> Costs:
@@ -37,13 +37,13 @@ def measured(lines: Sequence[Line]) -> Costs:
         for line in lines
         if line["kind"] == "captured" and line["data"].get("seconds") and not line["data"].get("reference")
     ]
-    costs = Costs(capture=max(captures, default=None))
+    costs = Costs(capture=captures[-1] if captures else None)
     if pair_s:
         costs.pair = sum(pair_s[-3:]) / len(pair_s[-3:])
-    for attempt in state.attempts(lines):
-        gates = [g for g in attempt.data("gate") if g["gate"] != "all"]
-        if any(g["stage"] == "full" for g in gates):
-            costs.gates = max(costs.gates or 0.0, sum(g["seconds"] for g in gates))
+    gates = [[g for g in attempt.data("gate") if g["gate"] != "all"] for attempt in state.attempts(lines)]
+    through = [sum(g["seconds"] for g in of) for of in gates if any(g["stage"] == "full" for g in of)][-3:]
+    if through:  # not the dearest: a series of three patches would speak for every attempt after it
+        costs.gates = sum(through) / len(through)
     return costs
 
 

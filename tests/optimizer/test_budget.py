@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import loop_fakes as fake
 import pytest
 from loop_fakes import Fakes, new_run
@@ -9,6 +11,7 @@ from loop_fakes import Fakes, new_run
 from optimizer import budget
 from optimizer.loop import Loop
 from optimizer.run import Limits
+from optimizer.targets import PROTOCOLS
 from optimizer.types import Series
 
 MANY = [fake.NO_OP, *(fake.one(fake.edit("HOST_READS = 4\n", f"HOST_READS = {n}\n", title=f"reads {n}")) for n in range(5, 12))]
@@ -121,3 +124,15 @@ def test_a_review_days_later_is_no_working_time():
 
     lines = [line("run_started", "01T10:00"), line("finished", "01T10:05"), line("reviewed", "09T08:00")]
     assert wall_s(lines) == 5 * 60
+
+
+@pytest.mark.parametrize("record", ["h200-tp1", "h200-tp2"])
+def test_a_dear_first_attempt_does_not_speak_for_all_after_it(record, repo):
+    """Three patches in a series: 220 s were said of attempts that took 140, and a run ended with time for one more."""
+    lines = [json.loads(text) for text in (repo / "reports/gallery" / record / "ledger.jsonl").read_text().splitlines()]
+    took = {line["attempt"]: line["data"]["attempt_s"] for line in lines if line["kind"] == "budget"}
+    accepted = [line["attempt"] for line in lines if line["kind"] == "accepted"]
+    for number in accepted[-2:]:
+        before = lines[: next(n for n, line in enumerate(lines) if line["kind"] == "proposed" and line["attempt"] == number)]
+        said = budget.Budget(Limits(), PROTOCOLS["quick"], lambda before=before: before, lambda: 0.0).attempt_s()
+        assert said < 1.5 * took[number]
