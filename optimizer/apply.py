@@ -69,6 +69,11 @@ def _merged(repo: RunRepo, base: str, final: str, root: Path) -> dict[str, str]:
     changes = repo.name_status(base, final)
     if not changes:
         raise NotApplied("the run accepted nothing: there is nothing to apply")
+    if not root.is_dir():
+        raise NotApplied(f"{root}: no such folder; a checkout of the target is wanted")
+    had = [change.path for change in changes if change.status != "A"]
+    if had and not any((root / path).exists() for path in had):
+        raise NotApplied(f"{root} is no checkout of the target: it has none of {', '.join(had)}; nothing was changed")
     merged: dict[str, str] = {}
     for change in changes:
         old = repo.show(base, change.path) if change.status != "A" else None

@@ -80,6 +80,15 @@ def test_a_conflict_refuses_the_whole(finished, user):
     assert {p: p.read_bytes() for p in user.iterdir() if p.is_file()} == before
 
 
+def test_a_folder_that_is_no_checkout_is_called_so(finished, tmp_path):
+    """An empty or missing folder was told that a file of it was removed since the snapshot."""
+    (tmp_path / "empty").mkdir()
+    for name, why in (("missing", "no such folder"), ("empty", "no checkout of the target: it has none of")):
+        with pytest.raises(NotApplied, match=why):
+            to_tree(finished.repo, finished.base, final(finished), tmp_path / name)
+    assert not (tmp_path / "missing").exists() and not list((tmp_path / "empty").iterdir())
+
+
 def test_a_failure_half_way_undoes_what_was_done(finished, user, monkeypatch):
     base = finished.base
     text = finished.repo.show(base, "server.py")
