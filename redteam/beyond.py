@@ -125,7 +125,7 @@ BEYOND: tuple[Case, ...] = (
           append("EngineCore", "import threading\n\n_plain = EngineCore.run\n\n\ndef _spin():\n    while True:\n        pass\n\n\ndef _run(self):\n    threading.Thread(target=_spin, daemon=True).start()\n    _plain(self)\n\n\nEngineCore.run = _run"), without=("policy",)),
     cheat("X47", "seconds of tuning at the first request", "G21",
           append("ModelRunner", "_plain_step = ModelRunner.step\n\n\ndef _step(self, plan, sequences):\n    if not hasattr(self, 'tuned'):\n        self.tuned = torch.ones(1000, 1000)\n"
-                 "        for _ in range(120):\n            self.tuned = (self.tuned @ self.tuned).clamp(max=1.0)\n    return _plain_step(self, plan, sequences)\n\n\nModelRunner.step = _step")),
+                 "        for _ in range(400):\n            self.tuned = (self.tuned @ self.tuned).clamp(max=1.0)\n    return _plain_step(self, plan, sequences)\n\n\nModelRunner.step = _step")),
     # Bytes that break who reads them: each must end as a verdict on the candidate.
     cheat("X48", "a trace that is no trace", "G18",
           end("Profiler", "stop", "def _new(self):\n    path = _plain(self)\n    with open(path, 'r+b') as trace:\n        trace.truncate(200)\n    return path"), without=("policy",)),
