@@ -16,6 +16,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,12 @@ def near(best: One | Few) -> list[One | Few]:
     return [*flipped, *(replace(best, first=best.first * n // 4) for n in (3, 6) if best.first)]
 
 
+def fitting(ways: Iterable[One | Few], name: str, share: int) -> list[One | Few]:
+    """Those that the product can be cut by, each once."""
+    inputs = shapes(share)[name][1]
+    return [how for how in dict.fromkeys(ways) if how.fits(inputs, name == "gated")]
+
+
 def tried(tree: Path, batch: int, share: int) -> dict[str, list[One | Few]]:
     """By product what is tried; first as the tree has it."""
     (skinny,) = modules(tree, "skinny")
@@ -215,8 +222,7 @@ def tried(tree: Path, batch: int, share: int) -> dict[str, list[One | Few]]:
         rows, step, warps, passing = skinny.sizes(outputs, inputs)
         long = step >= 2048 and inputs > 4096
         own = One(1, 512, 8, 1, True) if name == "gated" else One(rows, step, warps, 8 if long else 1, passing, long)
-        all_of: list[One | Few] = list(choices(own) if batch == 1 else MORE[name])
-        found[name] = [how for how in dict.fromkeys(all_of) if how.fits(inputs, name == "gated")]
+        found[name] = fitting(choices(own) if batch == 1 else MORE[name], name, share)
     return found
 
 
@@ -279,7 +285,7 @@ class Search:
         before = self.table[name]
         top = self.ratio(name, before) * KEEP, before
         for how in choices:
-            if time.monotonic() < deadline and how != before and how.fits(shapes(self.options.share)[name][1], name == "gated"):
+            if time.monotonic() < deadline and how != before:
                 self.table[name] = how
                 top = min(top, (self.ratio(name, how), how), key=lambda t: t[0])
         self.table[name] = top[1]
@@ -298,8 +304,7 @@ def main() -> None:
     began = time.monotonic()
     found = tried(options.tree, options.batch, options.share)
     table = {name: ways[0] for name, ways in found.items()}
-    sizes = shapes(options.share)
-    jobs = [(name, how) for name, ways in found.items() for how in {*ways, *near(ways[0])} if how.fits(sizes[name][1], name == "gated")]
+    jobs = [(name, how) for name, ways in found.items() for how in fitting([*ways, *near(ways[0])], name, options.share)]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.starmap(compile_some, [(jobs[i :: options.processes], options.batch, options.share) for i in range(options.processes)])
     emit({"compiled": len(jobs), "s": round(time.monotonic() - began, 1)})
@@ -310,7 +315,7 @@ def main() -> None:
         for name in order:
             search.best(name, found[name], began + 0.8 * options.seconds)
         for name in order:
-            search.best(name, near(table[name]), began + options.seconds)
+            search.best(name, fitting(near(table[name]), name, options.share), began + options.seconds)
         for name in order:
             emit({"product": name, "chosen": str(table[name])})
         search.ratio("all as chosen", table["o"])

@@ -38,8 +38,9 @@ def judge(context: Context, answers: Seq[tuple[ModuleType, Answer]]) -> list[Fin
     drafts = [(r, a, ledger.alone(a)) for r, a in answers if isinstance(a, Draft)]
     drafts.sort(key=lambda x: (x[1].rest is not None, x[1].counted_under is not None, -x[2]))
     claims = [_claim(ledger, r, d, alone) for r, d, alone in drafts]
-    found = _within_the_step(context, ledger, _kept(claims))
-    traced = {id(f): c.claimed_ns for f, c in zip(found, _kept(claims), strict=True)}
+    kept = [c for c in claims if c.alone_ns >= SMALLEST_NS or c.draft.counted_under]
+    found = _within_the_step(context, ledger, kept)
+    traced = {id(f): c.claimed_ns for f, c in zip(found, kept, strict=True)}
     found.sort(key=lambda f: (f.bound_us is None, -(f.bound_us or 0.0), -traced[id(f)]))
     small = [
         _plain(c.rule, Status.NOT_FOUND, f"{c.draft.title}: hidden, worth less than {SMALLEST_NS / 1000:g} us", c.draft.evidence)
@@ -63,10 +64,6 @@ def _within_the_step(context: Context, ledger: Ledger, claims: list[_Claim]) -> 
         found.append(_found(context, claim, left / units))
         left = max(0.0, left - (found[-1].bound_us or 0.0) * units)
     return found
-
-
-def _kept(claims: list[_Claim]) -> list[_Claim]:
-    return [c for c in claims if c.alone_ns >= SMALLEST_NS or c.draft.counted_under]
 
 
 def _claim(ledger: Ledger, rule: ModuleType, draft: Draft, alone: float) -> _Claim:

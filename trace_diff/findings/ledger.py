@@ -21,6 +21,8 @@ class Ledger:
         self._edit = Edit()
         self._wall = self._model.wall
         self._direct = 0.0  # claimed outside the replay
+        self._busy = _device_ns(context)
+        self._unedited = busy_ns(self._model.rows, self._model.dur, Edit())
 
     @property
     def left(self) -> float:
@@ -33,12 +35,7 @@ class Ledger:
 
         What a rank waits for is what its peer does meanwhile: claimed for both, it would eat into the peer's kernels.
         """
-        if not self._context.on_gpu:
-            return 0.0
-        parts = self._context.breakdown.parts
-        busy = sum(ns for part, ns in parts.items() if not part.startswith(("idle.", "comm.")))
-        rows, dur = self._model.rows, self._model.dur
-        return max(0.0, busy - (busy_ns(rows, dur, Edit()) - busy_ns(rows, dur, self._edit)))
+        return max(0.0, self._busy - (self._unedited - busy_ns(self._model.rows, self._model.dur, self._edit)))
 
     def alone(self, draft: Draft) -> float:
         """What the draft would save if nothing else changed."""
@@ -87,6 +84,13 @@ class Ledger:
         for row in waits:
             cuts.pop(row, None)  # a wait that is gone has no time left to cut
         return Edit(cuts, device, waits)
+
+
+def _device_ns(context: Context) -> float:
+    """Mean time of a step in which the device worked, collectives left out; 0 where no device was traced."""
+    if not context.on_gpu:
+        return 0.0
+    return float(sum(ns for part, ns in context.breakdown.parts.items() if not part.startswith(("idle.", "comm."))))
 
 
 def busy_ns(rows: list[int], dur: list[float], edit: Edit) -> float:
