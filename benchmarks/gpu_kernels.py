@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu_engine import QWEN3_8B, emit
-from benchmarks.gpu_step import Made, milliseconds, modules, runner_of, step_of, with_config
+from benchmarks.gpu_step import Made, milliseconds, modules, runner_of, step_of, with_config, with_graphs
 
 OFF = 0.08  # of the largest logit, by which a changed order of sums may move one
 KEEP = 0.9985  # of the time before: less is noise
@@ -294,7 +294,7 @@ class Search:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("tree", type=Path)
+    parser.add_argument("tree", type=with_graphs)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--share", type=int, default=1, help="ranks that the model is cut for; one of them is timed")
     parser.add_argument("--context", type=int, default=140)

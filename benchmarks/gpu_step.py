@@ -31,6 +31,13 @@ PAGES = 1024
 REPLAYS = 8  # between two events
 
 
+def with_graphs(text: str) -> Path:
+    """An argument that names a tree. Raises argparse.ArgumentTypeError for another folder."""
+    if not (Path(text) / "engine/decode_graphs.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text} has no engine/decode_graphs.py, which cuda-graph-capture writes")
+    return Path(text)
+
+
 def modules(tree: Path, *names: str) -> list[Any]:
     """Modules of the tree's own engine, beside those of other trees. Errors: ImportError without such a file."""
     for name in [n for n in sys.modules if n == "engine" or n.startswith("engine.")]:
@@ -139,7 +146,7 @@ def profiled(graph: Any, replays: int = 3) -> dict[str, tuple[int, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("trees", type=Path, nargs="+")
+    parser.add_argument("trees", type=with_graphs, nargs="+")
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--contexts", default="140,4100", help="tokens of each sequence; a pair that does not fit is left out")
     parser.add_argument("--rounds", type=int, default=7)

@@ -75,8 +75,8 @@ def find(items: list[Item], name: str) -> Item:
     exact = [i for i in items if i.entry.id == name]
     found = exact or [i for i in items if i.entry.id.startswith(name)]
     if len(found) != 1:
-        what = "no entry" if not found else f"{len(found)} entries"
-        raise ReviewError(f"{what} in the queue begin with {name!r}; there are: {', '.join(i.entry.id for i in items) or 'none'}")
+        what = "no entry in the queue begins" if not found else f"{len(found)} entries in the queue begin"
+        raise ReviewError(f"{what} with {name!r}; there are: {', '.join(i.entry.id for i in items) or 'none'}")
     return found[0]
 
 

@@ -48,3 +48,10 @@ def test_trees_share_the_weights_that_they_have_in_common() -> None:
     first, second = (dict(made.runner.model.named_parameters()) for made in (one, two))
     assert first["1.weight"].data_ptr() == second["1.weight"].data_ptr() and first["1.bias"].data_ptr() == second["1.bias"].data_ptr()
     assert second["0.weight"].shape == (5, 4), "another shape stays its own"
+
+
+def test_a_folder_that_is_no_tree_gets_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_step", str(tmp_path / "out"), str(tmp_path / "none")])
+    with pytest.raises(SystemExit):
+        gpu_step.main()
+    assert "none has no engine/decode_graphs.py" in capsys.readouterr().err and not (tmp_path / "out").exists()
