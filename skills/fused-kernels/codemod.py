@@ -1,11 +1,13 @@
 """Triton kernels for the small chains of a decoder layer, each beside the operators that it stands for.
 
-Three parts, one patch each: residual add + RMS norm; norm, rotation and cache write of query and key heads; silu * up.
-The part that the finding names comes first, else the first that is not there yet. Found by what the code computes; the
+Four parts, one patch each: residual add + RMS norm; norm, rotation and cache write of query and key heads; these and attention in
+decode steps of one sequence; silu * up. The part that the finding names comes first, else the first that is not there yet. Found by what the code computes; the
 fused path is taken for CUDA tensors only.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import codemod_tools as t
 import gpu_tools as gpu
@@ -223,8 +225,121 @@ if triton is not None:
 '''
 
 
-def propose(sources: dict[str, str], finding: dict) -> dict:
-    """One patch: the part that the finding names, or the first that applies."""
+ONE_SEQUENCE = '''"""A decode step of one sequence, from the product of q, k and v to the output product, in one kernel.
+
+Each program takes the query heads of one KV head and up to 256 tokens; the one that ends last joins them. On Hopper earlier tokens come
+while the kernel before still runs. Rounds where the operators round. Not for: prompts, several sequences; `attend` declines those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a torch for CPUs: nothing here is used
+    triton = None
+
+TOKENS, LONGEST, FITS = 256, 1024, (9, 10)  # of a program, of a sequence; compute capabilities (major) with 128 KiB of shared memory
+_ended: dict[tuple[torch.device, int], torch.Tensor] = {}  # parts of a KV head that have ended; else zero
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_norm: Any, k_norm: Any, rotary: Any, positions: torch.Tensor, cache: Any, metadata: Any
+) -> torch.Tensor | None:
+    """q [1, heads, D], k and v [1, kv_heads, D] before their norms -> [1, heads, D]; None where the caller must compute it."""
+    (count, heads, size), (page, kv_heads), tables = q.shape, cache.k.shape[1:3], metadata.block_tables
+    if triton is None or count != 1 or metadata.num_context_tokens or tables.shape[1] * page > LONGEST or not q.is_cuda or q.element_size() != 2:
+        return None
+    major, plain = torch.cuda.get_device_capability(q.device)[0], all(x.stride(-1) == 1 and x.stride(1) == size for x in (q, k, v))
+    if major not in FITS or not plain or size not in (16, 32, 64, 128):
+        return None
+    group, parts = heads // kv_heads, triton.next_power_of_2(triton.cdiv(tables.shape[1] * page, TOKENS))
+    out, key = q.new_empty(q.shape), (q.device, kv_heads)
+    if key not in _ended:
+        _ended[key] = torch.zeros(kv_heads, dtype=torch.int32, device=q.device)
+    partial = torch.empty((heads, parts, size + 2), dtype=torch.float32, device=q.device)
+    qk_norm_rope_attention[(kv_heads, parts)](
+        q, k, v, q_norm.weight, k_norm.weight, rotary.cos, rotary.sin, positions, metadata.slot_mapping, cache.k, cache.v, tables, metadata.seq_lens,
+        partial, _ended[key], out, tables.shape[1], q_norm.eps, size**-0.5, PAGE=page, KV=kv_heads, GROUP=group, ROWS=triton.next_power_of_2(max(16, group)),
+        D=size, TOKENS=TOKENS, PARTS=parts, PDL=major >= 9, launch_pdl=major >= 9, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["width"])  # it changes with the sequence: no step may wait for a compiler
+    def qk_norm_rope_attention(q, k, v, q_weight, k_weight, cos, sin, positions, slots, k_cache, v_cache, tables, lengths, partial, ended, out, width, eps, scale, PAGE: tl.constexpr,
+                KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+        head, part = tl.program_id(0), tl.program_id(1)
+        kind = out.dtype.element_ty
+        first, t, d, rows = part * TOKENS, part * TOKENS + tl.arange(0, TOKENS), tl.arange(0, D), tl.arange(0, ROWS)
+        last = tl.load(lengths).to(tl.int32) - 1  # a step's numbers, and what earlier steps wrote, were there before its first kernel
+        place = ((tl.load(tables + t // PAGE, mask=t // PAGE < width, other=0).to(tl.int64) * PAGE + t % PAGE) * KV + head) * D
+        old, own, at, slot = t < last, rows < GROUP, (head * GROUP + rows)[:, None] * D, (tl.load(slots) * KV + head) * D
+        every, other = rows[:, None] * 0 + d[None, :], rows[:, None] * 0 + ((d + D // 2) % D)[None, :]
+        c, s = tl.load(cos + tl.load(positions) * D + every).to(kind), tl.load(sin + tl.load(positions) * D + every).to(kind)
+        q_own, q_other, k_own, k_other = tl.load(q_weight + every), tl.load(q_weight + other), tl.load(k_weight + every), tl.load(k_weight + other)
+        query, acc, top, total = tl.zeros([ROWS, D], kind), tl.zeros([ROWS, D], tl.float32), tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        for turn in tl.range(0, tl.where(first <= last, 1, 0), num_stages=2):  # a pipeline: its loads are under way before the turn, and its wait
+            keys = tl.load(k_cache + place[None, :] + d[:, None], mask=old[None, :], other=0.0)
+            values = tl.load(v_cache + place[:, None] + d[None, :], mask=old[:, None], other=0.0)
+            if turn == 0:  # always; loads in here are not moved to before the wait
+                if PDL:  # the next kernel's loads come behind these; q, k and v must be there
+                    tl.extra.cuda.gdc_launch_dependents()
+                    tl.extra.cuda.gdc_wait()
+                x, y = tl.load(q + at + every, mask=own[:, None], other=0.0), tl.load(q + at + other, mask=own[:, None], other=0.0)
+                a, b, value = tl.load(k + head * D + every), tl.load(k + head * D + other), tl.load(v + head * D + d)
+                exact, key = normed_rotated(x, y, q_own, q_other, c, s, eps, kind, D), normed_rotated(a, b, k_own, k_other, c, s, eps, kind, D)
+                query = exact.to(kind)
+                if last - first < TOKENS:  # the newest token is among these
+                    tl.store(k_cache + slot + every, key.to(kind), mask=rows[:, None] + every * 0 == 0)
+                    tl.store(v_cache + slot + d, value)
+                    top, total, acc = tl.sum(exact * key, 1) * scale, total + 1.0, acc + value.to(tl.float32)[None, :]
+            scores = tl.where(old[None, :], tl.dot(query, keys) * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            weights, keep = tl.exp(scores - higher[:, None]), tl.exp(top - higher)
+            acc = tl.dot(weights.to(kind), values, acc * keep[:, None])
+            total, top = total * keep + tl.sum(weights, 1), higher
+        if first <= last:
+            used, count, to = last // TOKENS + 1, 0, (head * GROUP + rows) * PARTS
+            if used > 1:
+                mine = partial + (to + part) * (D + 2)
+                tl.store(mine, top, mask=own)
+                tl.store(mine + 1, total, mask=own)
+                tl.store(mine[:, None] + 2 + d[None, :], acc, mask=own[:, None])
+                tl.debug_barrier()  # all of the program's stores before its count
+                count = tl.atomic_add(ended + head, 1, sem="acq_rel")
+            if count == used - 1:  # the last to end, or alone
+                if used > 1:
+                    each, inside = partial + (to[:, None] + tl.arange(0, PARTS)[None, :]) * (D + 2), own[:, None] & (tl.arange(0, PARTS) < used)[None, :]
+                    top = tl.max(tl.load(each, mask=inside, other=float("-inf"), cache_modifier=".cg"), 1)
+                    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
+                    for p in tl.static_range(PARTS):
+                        there, of = own & (p < used), partial + (to + p) * (D + 2)
+                        share = tl.exp(tl.load(of, mask=there, other=float("-inf"), cache_modifier=".cg") - top)
+                        total += share * tl.load(of + 1, mask=there, other=0.0, cache_modifier=".cg")
+                        acc += share[:, None] * tl.load(of[:, None] + 2 + d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
+                    tl.store(ended + head, 0)
+                tl.store(out + at + d[None, :], (acc / total[:, None]).to(kind), mask=own[:, None])
+
+    @triton.jit
+    def normed_rotated(x, y, weight, other_weight, c, s, eps, kind: tl.constexpr, D: tl.constexpr):
+        """x [ROWS, D], y the same with its halves swapped -> float32, rounded where the operators round."""
+        x, y, c, s = x.to(tl.float32), y.to(tl.float32), c.to(tl.float32), tl.where(tl.arange(0, D) < D // 2, -1.0, 1.0)[None, :] * s.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = ((x * scale).to(kind).to(tl.float32) * weight.to(tl.float32)).to(kind).to(tl.float32)
+        y = ((y * scale).to(kind).to(tl.float32) * other_weight.to(tl.float32)).to(kind).to(tl.float32)
+        return ((x * c).to(kind).to(tl.float32) + (y * s).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+'''
+
+
+def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
+    """One patch: the part that the finding names, or the first that applies; with the heads' comes that of one sequence."""
     name = str(finding.get("id", "")).partition(":")[2]
     if "all-reduce" in name:
         return {"declined": "the sum over the ranks is not among its chains (all-reduce-rms-fusion)"}
@@ -235,18 +350,24 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
         if isinstance(changed, str):
             whys.append(f"{part}: {changed}")
             continue
-        _, _, row, also = PARTS[part]
-        return {
-            "sources": changed,
-            "mechanism": "fused-kernels",
-            "title": f"One kernel for {part}",
-            "predicted_us": finding.get("bound_us"),
-            "invariants": ["rounds where the operators round", "rows are contiguous, or the operators are used"],
-            "params": {"part": part},
-            "also": list(also),
-            "activation": {"appear": [{"row": row, "phase": "decode", "ranks": "all"}], "vanish": []},
-        }
+        more = one_sequence({**sources, **changed}) if part == HEADS_PART else ""
+        first = _patch(part, changed, finding.get("bound_us"))
+        return first if isinstance(more, str) else [first, _patch(ONE_SEQUENCE_PART, more, 0.0)]
     return {"declined": "; ".join(whys)}
+
+
+def _patch(part: str, changed: dict[str, str], predicted_us: float | None) -> dict:
+    _, _, row, also = PARTS[part]
+    return {
+        "sources": changed,
+        "mechanism": "fused-kernels",
+        "title": f"One kernel for {part}",
+        "predicted_us": predicted_us,
+        "invariants": ["rounds where the operators round", "rows are contiguous, or the operators are used"],
+        "params": {"part": part},
+        "also": list(also),
+        "activation": {"appear": [{"row": row, "phase": "decode", "ranks": "all"}], "vanish": []},
+    }
 
 
 # -- silu(gate) * up -----------------------------------------------------------------------------------------------
@@ -437,14 +558,55 @@ def _heads(body: list[cst.BaseStatement]) -> str | None:
     return f"{q}, {k} = fused_heads.norm_rotate_write(\n    {q}, {k}, {values}, {q_norm}, {k_norm}, {rotary}, {positions}, {cache}, {slots}\n)\n"
 
 
+def one_sequence(sources: dict[str, str]) -> dict[str, str] | str:
+    """`q, k = fused_heads.norm_rotate_write(...)` and `out = <backend>.attend(q, k, v, cache, metadata)` behind it."""
+    if not all(t.parse_all(sources, f"{name}: ") for name in ("block_tables", "seq_lens", "num_context_tokens", "slot_mapping")):
+        return "no metadata of a step with block tables and lengths"
+    for file, tree in t.parse_all(sources, "fused_heads.norm_rotate_write").items():
+        for function in t.functions({file: tree}):
+            body = list(function.statements())
+            for fused, attention in itertools.pairwise(body):
+                lines = _one_sequence(fused, attention)
+                if lines is None:
+                    continue
+                path = gpu.new_file(sources, file, "fused_decode")
+                if path in sources:
+                    return f"{path} is there already"
+                new: dict[cst.CSTNode, object] = {fused: t.statements(lines), attention: cst.RemoveFromParent()}
+                return {path: ONE_SEQUENCE, file: gpu.imported(t.replace(tree, new), file, sources, "fused_decode").code}
+    return "no attention right behind the kernel of the heads"
+
+
+def _one_sequence(fused: cst.BaseStatement, attention: cst.BaseStatement) -> str | None:
+    """The statements that stand for the two."""
+    pair, call = t.assigned(attention), _call(fused)
+    if pair is None or call is None or t.code(call.func) != "fused_heads.norm_rotate_write" or len(call.args) != 9:
+        return None
+    q, k, v, q_norm, k_norm, rotary, positions, cache, slots = (t.code(a.value) for a in call.args)
+    attend = pair[1] if isinstance(pair[1], cst.Call) and t.last_name(pair[1].func) == "attend" else None
+    if attend is None or [t.code(a.value) for a in attend.args] != [q, k, v, cache, slots.removesuffix(".slot_mapping")]:
+        return None
+    same, out = f"{q}, {k}, {v}, {q_norm}, {k_norm}, {rotary}, {positions}, {cache}", pair[0]
+    inner = f"    {q}, {k} = fused_heads.norm_rotate_write({same}, {slots})\n    {t.code(attention).strip()}\n"
+    return f"{out} = fused_decode.attend({same}, {slots.removesuffix('.slot_mapping')})\nif {out} is None:\n{inner}"
+
+
+def _call(statement: cst.BaseStatement) -> cst.Call | None:
+    """The call whose value the statement assigns, to one name or several."""
+    only = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1 else None
+    return only.value if isinstance(only, cst.Assign) and isinstance(only.value, cst.Call) else None
+
+
 # Between the product of q, k and v and attention nothing else is left: these findings lose what they had there.
 BEFORE_ATTENTION = (
     "unfused-chains:rmsnorm", "unfused-chains:rotary-embedding-with-cache-lookup", "unfused-chains:kv-cache-write",
     "redundant-copies", "step-invariant-work",
 )  # fmt: skip
+HEADS_PART, ONE_SEQUENCE_PART = "norm, rotation and cache write of heads", "heads and attention of one sequence"
 # Part: (rewrite, words of the finding that names it, its kernel in a trace, further findings that it answers).
 PARTS = {
     "residual add and norm": (norm, ("rmsnorm", "residual"), "fused_add_rms_norm", ()),
-    "norm, rotation and cache write of heads": (heads, ("rotary", "rope", "kv-cache"), "fused_qk_norm_rope", BEFORE_ATTENTION),
+    HEADS_PART: (heads, ("rotary", "rope", "kv-cache"), "*qk_norm_rope*", BEFORE_ATTENTION),
+    ONE_SEQUENCE_PART: (one_sequence, ("attention",), "*qk_norm_rope*", ()),  # with several sequences a step has the heads' alone
     "silu(gate) * up": (activation, ("swiglu", "silu"), "silu_and_mul", ()),
 }

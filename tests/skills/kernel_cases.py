@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -17,7 +18,7 @@ torch.cuda.get_device_capability = lambda device=None: (8, 0)  # no dependent la
 torch.set_default_dtype(torch.float16)
 torch.manual_seed(1)
 
-from engine import fused_activation, fused_heads, fused_norm, paged_attention, skinny  # noqa: E402
+from engine import fused_activation, fused_decode, fused_heads, fused_norm, paged_attention, skinny  # noqa: E402
 from engine.kv_cache import LayerCache  # noqa: E402
 from engine.model import RMSNorm, RotaryEmbedding  # noqa: E402
 
@@ -89,9 +90,38 @@ def chains() -> None:
         compare(name, one, two)
 
 
+def one_sequence() -> None:
+    """One kernel beside the heads' operators and attention by gathered pages; tables are as wide as the sequence, or wider."""
+    kv_heads, heads, size, pages = 2, 8, 128, 90
+    norms = [RMSNorm(size, 1e-6) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data.uniform_(0.5, 1.5)
+    rotary = RotaryEmbedding(size, 1000000.0)
+    rotary.build(1100, torch.device("cpu"))
+    fused_decode.FITS = (8,)  # what stands above for the GPU
+    for length, wide in ((1, 1), (2, 64), (16, 1), (17, 2), (140, 9), (256, 64), (257, 17), (700, 44), (1024, 64)):
+        row = torch.randn(1, (heads + 2 * kv_heads) * size)
+        q, k, v = (x.view(1, -1, size) for x in row.split([heads * size, kv_heads * size, kv_heads * size], dim=-1))
+        tables, last = torch.randperm(pages)[:wide].view(1, wide).int(), length - 1
+        step = SimpleNamespace(
+            block_tables=tables, seq_lens=torch.tensor([length], dtype=torch.int32), num_context_tokens=0, slot_mapping=(tables[0, last // 16] * 16 + last % 16).long().view(1)
+        )
+        cache = LayerCache(torch.randn(pages, 16, kv_heads, size), torch.randn(pages, 16, kv_heads, size))
+        same, positions = LayerCache(cache.k.clone(), cache.v.clone()), torch.tensor([last])
+        got = on_gpu(fused_decode.attend, q, k, v, *norms, rotary, positions, cache, step)
+        turned, _ = fused_heads.reference(q, k, v, *norms, rotary, positions, same, step.slot_mapping)
+        compare(f"one sequence of {length}", got, paged_attention.reference(turned, same.k, same.v, tables, step.seq_lens))
+        compare(f"cached key {length}", cache.k, same.k)
+        assert (cache.k != same.k).flatten(2).any(-1).sum() <= 1 and torch.equal(cache.v, same.v), length  # all other slots as they were
+    found["counts that are left"][0] += float(sum(int(counts.abs().sum()) for counts in fused_decode._ended.values()))
+    step.block_tables = torch.zeros(1, 65, dtype=torch.int32)
+    assert on_gpu(fused_decode.attend, q, k, v, *norms, rotary, positions, cache, step) is None  # longer than it takes
+
+
 if __name__ == "__main__":
     with torch.inference_mode():
         products()
         attention()
         chains()
+        one_sequence()
     print(json.dumps(found))

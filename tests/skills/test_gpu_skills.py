@@ -47,6 +47,7 @@ def test_in_playbook_order_each_is_a_small_patch_that_the_source_check_passes(en
 CHANGING = {
     "paged_attention_parts": {"table_row"}, "skinny_gemm": {"rows"}, "skinny_gemv": set(), "skinny_gated_gemv": set(), "fused_add_rms_norm": set(),
     "fused_qk_norm_rope": set(), "_turn": set(), "silu_and_mul": set(), "one_shot_all_reduce": set(),
+    "qk_norm_rope_attention": {"width"}, "normed_rotated": set(),
     "exchanged": set(), "first": set(), "second": set(), "packed": set(),  # called by kernels
 }  # fmt: skip
 
@@ -91,7 +92,20 @@ def test_each_fused_part_answers_the_finding_that_names_it(engine_sources, skill
         rewrites = skillbook.run(skills["fused-kernels"], engine_sources, {"id": finding, "bound_us": 1.0})
         assert not isinstance(rewrites, str) and rewrites[0].activation is not None
         rows[finding] = rewrites[0].activation["appear"][0]["row"]
-    assert list(rows.values()) == ["fused_add_rms_norm", "fused_qk_norm_rope", "silu_and_mul"]
+    assert list(rows.values()) == ["fused_add_rms_norm", "*qk_norm_rope*", "silu_and_mul"]
+
+
+def test_with_the_kernel_of_the_heads_comes_that_of_one_sequence(engine_sources, answer, act) -> None:
+    titles = [step.title for step in answer("fused-kernels", act(engine_sources, "cuda-graph-capture", "fused-kernels"))]
+    assert titles == ["One kernel for norm, rotation and cache write of heads", "One kernel for heads and attention of one sequence"]
+    model = act(engine_sources, "fused-kernels", "fused-kernels")["engine/model.py"]  # a step that it declines goes the old way
+    assert "        if out is None:\n            q, k = fused_heads.norm_rotate_write(" in model and "            out = self.backend.attend(q, k, v, cache, metadata)\n" in model
+
+
+def test_attention_that_is_not_right_behind_the_heads_is_left_alone(engine_sources, answer, act) -> None:
+    call = "        out = self.backend.attend("
+    apart = {f: t.replace(call, f"        q = q * 1.0\n{call}") for f, t in act(engine_sources, "fused-kernels").items()}
+    assert [step.title for step in answer("fused-kernels", apart)] == ["One kernel for norm, rotation and cache write of heads"]
 
 
 def _names(**options) -> list[str]:
@@ -351,6 +365,6 @@ def test_the_series_that_answers_most_comes_first_not_the_dearest_single_finding
     for _ in range(2):
         series = playbook.propose(ProposeContext(sources, found, budget=Budget(token_us=8_000.0, margin=0.02)))
         assert isinstance(series, Series)
-        titles.append((series.patches[-1].title, series.patches[-1].predicted_us))
+        titles.append(max(((p.title, p.predicted_us) for p in series.patches), key=lambda pair: pair[1] or 0.0))
         sources = act(sources, "fused-kernels", id="unfused-chains:rotary")
     assert titles == [("One kernel for norm, rotation and cache write of heads", 1_330.0), ("Products of few rows at the memory bandwidth", 1_050.0)]
