@@ -36,7 +36,6 @@ RUNGS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("graph", ("cuda-graph-capture",)),
     ("fused", ("merge-projections", "fused-kernels", "fused-kernels", "fused-kernels")),
     ("skinny", ("skinny-gemm",)),
-    ("gated", ("skinny-gemm",)),
     ("ahead", ("overlap-scheduling",)),
     ("inference", ("inference-mode",)),
     ("no host reads", ("remove-host-reads",)),

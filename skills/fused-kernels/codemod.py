@@ -374,7 +374,7 @@ def _patch(part: str, changed: dict[str, str], predicted_us: float | None) -> di
 
 
 def activation(sources: dict[str, str]) -> dict[str, str] | str:
-    """`gate = F.silu(...)` and `up = ...` whose only use is the product `gate * up`."""
+    """`gate = F.silu(...)` and `up = ...` whose only use is the product `gate * up`, or that product as a function handed on."""
     trees = t.parse_all(sources, "silu(")
     for function in t.functions(trees):
         values = {p[0]: (p[1], s) for s in function.statements() if (p := t.assigned(s))}
@@ -393,6 +393,12 @@ def activation(sources: dict[str, str]) -> dict[str, str] | str:
             new: dict[cst.CSTNode, object] = {silu: silu.args[0].value, node: cst.parse_expression(f"fused_activation.silu_mul({gate}, {up})")}
             tree = gpu.imported(t.replace(trees[function.file], new), function.file, sources, "fused_activation")
             return {file: ACTIVATION, function.file: tree.code}
+    for where, tree in trees.items():
+        handed = [n for n in t.walk(tree) if isinstance(n, cst.Lambda) and t.code(n) == "lambda gate, up: F.silu(gate) * up"]
+        file = gpu.new_file(sources, where, "fused_activation")
+        if handed and file not in sources:
+            tree = t.replace(tree, {n: cst.parse_expression("fused_activation.silu_mul") for n in handed})
+            return {file: ACTIVATION, where: gpu.imported(tree, where, sources, "fused_activation").code}
     return "no product of silu(gate) and up"
 
 

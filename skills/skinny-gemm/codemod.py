@@ -1,7 +1,7 @@
 """Products of few rows by Triton kernels near the memory bandwidth; all others stay with F.linear.
 
-Replaces `F.linear(x, weight)` without bias in modules by a function that chooses by the number of rows. Once that is
-there, and gate and up are one product, a second patch takes silu(gate) * up into it.
+Replaces `F.linear(x, weight)` without bias in modules by a function that chooses by the number of rows. Where gate and up
+are one product, a second patch takes silu(gate) * up into it: of the same series, or later, once that is so.
 """
 
 from __future__ import annotations
@@ -145,14 +145,14 @@ if triton is not None:
 '''
 
 
-def propose(sources: dict[str, str], finding: dict) -> dict:
-    """One patch; see the module docstring."""
+def propose(sources: dict[str, str], finding: dict) -> dict | list[dict]:
+    """One patch or two; see the module docstring."""
     trees = t.parse_all(sources, "F.linear(")
     changed: dict[str, str] = {}
     for file, tree in trees.items():
         path = gpu.new_file(sources, file, "skinny")
         if path in sources:
-            return _gated(sources, path, finding)
+            return _later(sources, path, finding)
         new: dict[cst.CSTNode, object] = {}
         for node in t.walk(tree):
             if isinstance(node, cst.Call) and t.code(node.func) == "F.linear" and len(node.args) == 2 and not any(a.keyword for a in node.args):
@@ -162,7 +162,9 @@ def propose(sources: dict[str, str], finding: dict) -> dict:
             changed[path] = SKINNY
     if not changed or len(changed) > 3:
         return {"declined": "no products by F.linear without bias" if not changed else f"products in {len(changed)} files"}
-    return _patch(changed, "Products of few rows at the memory bandwidth", finding, "skinny_gem*", "sums run in float32")
+    patch = _patch(changed, "Products of few rows at the memory bandwidth", finding, "skinny_gem*", "sums run in float32")
+    more = [again for file in changed if file.endswith("skinny.py") and (again := _gated({**sources, **changed}, file, {}, "skinny_g*"))]
+    return [patch, *more] if more else patch
 
 
 def _patch(changed: dict[str, str], title: str, finding: dict, row: str, invariant: str) -> dict:
@@ -170,29 +172,35 @@ def _patch(changed: dict[str, str], title: str, finding: dict, row: str, invaria
         "sources": changed,
         "mechanism": "skinny-gemm",
         "title": title,
-        "predicted_us": finding.get("bound_us"),
+        "predicted_us": finding.get("bound_us", 0.0),
         "invariants": [invariant, "more than 32 rows, odd sizes and CPUs go to F.linear"],
         "params": {},
         "activation": {"appear": [{"row": row, "phase": "decode", "ranks": "all"}], "vanish": []},
     }
 
 
-def _gated(sources: dict[str, str], path: str, finding: dict) -> dict:
-    """Second stage, once `skinny.linear` is there: silu(gate) * up inside the product that makes both."""
+def _later(sources: dict[str, str], path: str, finding: dict) -> dict:
+    """The second patch alone, where `skinny.linear` is there, or why not."""
     if "def gated(" in sources[path]:
         return {"declined": f"{path} is there already, the gated product too"}
+    why = f"{path} is there already; no gate and up that come from one product and meet in silu(gate) * up alone"
+    return _gated(sources, path, finding, "skinny_gated_gemv") or {"declined": why}
+
+
+def _gated(sources: dict[str, str], path: str, finding: dict, row: str) -> dict | None:
+    """silu(gate) * up inside the product that makes both; `row`: what a trace must show (with several sequences not its kernel)."""
     for file, tree in t.parse_all(sources, "skinny.linear(").items():
         for function in t.functions({file: tree}):
             new = _gate_and_up(function)
             if new is not None:
                 before = sources[path].replace("\nimport torch\n", "\nfrom collections.abc import Callable\n\nimport torch\n", 1)
                 changed = {file: t.replace(tree, new).code, path: before + GATED}
-                return _patch(changed, "silu(gate) * up inside the product of one row", finding, "skinny_gated_gemv", "gate and up round before silu, as operators do")  # fmt: skip
-    return {"declined": f"{path} is there already; no gate and up that come from one product and meet in silu(gate) * up alone"}
+                return _patch(changed, "silu(gate) * up inside the product of one row", finding, row, "gate and up round before silu, as operators do")
+    return None
 
 
 def _gate_and_up(function: t.Function) -> dict[cst.CSTNode, object] | None:
-    """`g, u = skinny.linear(x, w).split(sizes, dim=-1)`, names for g and u, one `silu_mul(g, u)` or `F.silu(g) * u`."""
+    """`g, u = skinny.linear(x, w).split(sizes, dim=-1)`, names for g, u and F.silu(g), one `silu_mul(g, u)` or `F.silu(g) * u`."""
     body = list(function.statements())
     for at, statement in enumerate(body):
         split = re.fullmatch(r"(\w+), (\w+) = skinny\.linear\((.+), (\w+)\)\.split\((\w+), dim=-1\)", t.code(statement).strip())
@@ -203,11 +211,15 @@ def _gate_and_up(function: t.Function) -> dict[cst.CSTNode, object] | None:
         names = {first: "gate", second: "up"}
         for later in body[at + 1 :]:
             pair = t.assigned(later)
-            if pair is not None and t.code(pair[1]) in names:
-                names[pair[0]] = names[t.code(pair[1])]
+            value = t.code(pair[1]) if pair is not None else ""
+            silu = re.fullmatch(r"F\.silu\((\w+)\)", value)
+            kind = "silu" if silu is not None and names.get(silu[1]) == "gate" else names.get(value)
+            if pair is not None and kind is not None:
+                names[pair[0]] = kind
                 gone.append(later)
-        gates, ups = (["|".join(n for n, kind in names.items() if kind == k)] for k in ("gate", "up"))
-        wanted = re.compile(rf"(?:\w+\.)?silu_mul\((?:{gates[0]}), (?:{ups[0]})\)|F\.silu\((?:{gates[0]})\) \* (?:{ups[0]})")
+        gates, silus, ups = ("|".join(n for n, kind in names.items() if kind == k) for k in ("gate", "silu", "up"))
+        active = rf"F\.silu\((?:{gates})\)" + (f"|{silus}" if silus else "")
+        wanted = re.compile(rf"(?:\w+\.)?silu_mul\((?:{gates}), (?:{ups})\)|(?:{active}) \* (?:{ups})")
         uses = [n for s in body if s not in gone for n in t.walk(s) if isinstance(n, cst.Call | cst.BinaryOperation) and wanted.fullmatch(t.code(n))]
         others = sum(n.value in names for s in body if s not in gone for n in t.walk(s) if isinstance(n, cst.Name))
         if len(uses) == 1 and others == 2:

@@ -25,7 +25,7 @@ from optimizer.traffic.client import Request
 from optimizer.types import LaunchSpec, Series
 from trace_diff.types import Finding, Status
 
-ORDER = ("merge-projections", "cuda-graph-capture", "fused-kernels", "fused-kernels", "fused-kernels", "skinny-gemm", "skinny-gemm", "overlap-scheduling", "inference-mode")
+ORDER = ("merge-projections", "cuda-graph-capture", "fused-kernels", "fused-kernels", "fused-kernels", "skinny-gemm", "overlap-scheduling", "inference-mode")
 MADE_FOR_GPUS = ("cuda-graph-capture", "paged-attention-backend", "fused-kernels", "skinny-gemm")
 
 
@@ -106,6 +106,15 @@ def test_attention_that_is_not_right_behind_the_heads_is_left_alone(engine_sourc
     call = "        out = self.backend.attend("
     apart = {f: t.replace(call, f"        q = q * 1.0\n{call}") for f, t in act(engine_sources, "fused-kernels").items()}
     assert [step.title for step in answer("fused-kernels", apart)] == ["One kernel for norm, rotation and cache write of heads"]
+
+
+def test_gate_and_up_of_one_product_get_silu_in_the_series_of_the_products_or_later(engine_sources, answer, act) -> None:
+    titles = {before: [step.title.split()[0] for step in answer("skinny-gemm", act(engine_sources, *before))] for before in [(), ("merge-projections",)]}
+    assert titles == {(): ["Products"], ("merge-projections",): ["Products", "silu(gate)"]}
+    merged = act(engine_sources, "merge-projections")
+    orders = ("skinny-gemm", "fused-kernels", "fused-kernels", "fused-kernels"), ("fused-kernels", "fused-kernels", "fused-kernels", "skinny-gemm")
+    ends = [act(merged, *order)["engine/model.py"] for order in orders]  # either way of several sequences, too, one kernel
+    assert all(end.count("skinny.gated(x, stacked, fused_activation.silu_mul)") == 1 for end in ends)
 
 
 def _names(**options) -> list[str]:
