@@ -17,9 +17,10 @@ from optimizer import environment, measure, targets
 from optimizer.arms import Arm
 from optimizer.confine.launch import LaunchError
 from optimizer.gates.streams import tokenizer_of
-from optimizer.measure import Bench, CandidateFailed, InfrastructureError
+from optimizer.measure import PROTOCOLS, Bench, CandidateFailed, InfrastructureError, protocol_for
 from optimizer.traffic.client import ClientError
 from optimizer.traffic.loadgen import Load, LoadError
+from optimizer.truth import bands
 from optimizer.truth.oracle import OracleError, Score
 from optimizer.types import Cell, LaunchSpec, RejectReason, Stage, Stream, Target
 
@@ -441,3 +442,10 @@ def test_text_that_is_left_out_where_it_is_timed_is_caught():
     assert caught.value.reason is RejectReason.TOKEN_ACCOUNTING
     with pytest.raises(InfrastructureError, match="incumbent's text"):
         measure.verify(arms(silent, silent), oracle, tokenizer)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_16_bit_engine_may_differ_by_is_not_the_luck_of_fewer_tokens_than_a_pair_judges(device) -> None:
+    protocol = protocol_for(PROTOCOLS["quick"], device=device)
+    judged = sum(cell.concurrency * cell.requests * cell.new_tokens for cell in (protocol.cell, *protocol.guard_cells))
+    assert len(bands.LENGTHS) * bands.NEW_TOKENS >= 2 * judged
