@@ -128,7 +128,8 @@ def judge(stage: Stage, pairs: Sequence[Pair], calibration: Calibration, protoco
         return None
     result = _result(stage, g[: int(used[0])], calibration, bool(state[0] == 1), float(p[0]), planned)
     if result.passed and (odd := sum(p.facts.get("drift", {}).get("tolerance", 0) for p in own)):
-        why = f"{odd} timed streams lie between the bands of equal and wrong: a person decides ({result.why})"
+        far = max(p.facts["drift"].get("largest", 0.0) for p in own if "drift" in p.facts)
+        why = f"{odd} timed streams lie between the bands of equal and wrong, up to {far:.3g} logits below the oracle's best: a person decides ({result.why})"
         return replace(result, passed=False, parked=True, reason=RejectReason.DRIFT, why=why)
     if not result.passed or stage is Stage.SCREEN:
         return result

@@ -162,11 +162,12 @@ def _arrivals(prompts: Any, evaluation: str, cell: Cell) -> list[float]:
 # --- after the clock has stopped -----------------------------------------------------------------------
 
 
-def verify(arms: dict[str, Arm], oracle: Any, tokenizer: Any = None) -> dict[str, int]:
+def verify(arms: dict[str, Arm], oracle: Any, tokenizer: Any = None) -> dict[str, float]:
     """Score every timed stream of both arms. Equal streams are scored once; the text must be what the tokens say.
 
     Returns how many streams that only arm b gave lie in the bands between equal and wrong: `reorder` (counts as
-    equal) and `tolerance` (a person decides: `accept.judge` parks). Errors: CandidateFailed (WRONG_TOKENS) for arm
+    equal) and `tolerance` (a person decides: `accept.judge` parks), and `largest`, how far the farthest of its tokens lies
+    below the oracle's best, in logits. Errors: CandidateFailed (WRONG_TOKENS) for arm
     b, InfrastructureError for arm a.
     """
     _texts(arms, tokenizer)
@@ -190,8 +191,9 @@ def verify(arms: dict[str, Arm], oracle: Any, tokenizer: Any = None) -> dict[str
         if "a" in who:
             raise InfrastructureError(f"the incumbent's tokens are wrong: {detail}")
         raise CandidateFailed(RejectReason.WRONG_TOKENS, detail)
-    only_b = [score.band for who, score in judged if who == {"b"}]
-    return {band: only_b.count(band) for band in ("reorder", "tolerance")}
+    only_b = [score for who, score in judged if who == {"b"}]
+    counts = {band: sum(score.band == band for score in only_b) for band in ("reorder", "tolerance")}
+    return {**counts, "largest": max((score.max_gap for score in only_b), default=0.0)}
 
 
 def _texts(arms: dict[str, Arm], tokenizer: Any) -> None:
@@ -206,7 +208,7 @@ def _texts(arms: dict[str, Arm], tokenizer: Any) -> None:
 
 def _pair(
     arms: dict[str, Arm], work: Work, protocol: Protocol, stage: Stage, index: int, order: str, spec: LaunchSpec,
-    seconds: float, drift: dict[str, int],
+    seconds: float, drift: dict[str, float],
 ) -> Pair:  # fmt: skip
     a, b = arms["a"], arms["b"]
     facts: dict[str, Any] = {

@@ -170,9 +170,10 @@ def test_the_reported_gain_is_that_of_the_confirmation():
 
 
 def test_a_gain_whose_tokens_lie_between_the_bands_is_parked():
-    odd = [replace(p, facts={"drift": {"reorder": 3, "tolerance": 1}}) for p in pairs([0.3] * 3, Stage.DECIDE)]
+    odd = [replace(p, facts={"drift": {"reorder": 3, "tolerance": 1, "largest": 0.7}}) for p in pairs([0.3] * 3, Stage.DECIDE)]
     result = accept.judge(Stage.DECIDE, odd, calibration(), FULL)
     assert result is not None and result.parked and result.reason is RejectReason.DRIFT
+    assert "up to 0.7 logits below the oracle's best" in result.why  # what a person has to weigh
     reordered = [replace(p, facts={"drift": {"reorder": 3, "tolerance": 0}}) for p in odd]
     result = accept.judge(Stage.DECIDE, reordered, calibration(), FULL)
     assert result is not None and result.passed

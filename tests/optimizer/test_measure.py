@@ -304,8 +304,9 @@ def test_wrong_tokens_of_the_incumbent_are_not_the_candidates_fault_even_if_both
 def test_tokens_between_the_bands_are_counted_where_only_the_candidate_gives_them():
     pair, _, _ = take(Engine(), Engine(odd=True))
     assert pair.facts["drift"]["tolerance"] == QUICK.cell.requests + sum(c.requests for c in QUICK.guard_cells)
+    assert pair.facts["drift"]["largest"] == 9.0
     both, _, _ = take(Engine(odd=True), Engine(odd=True))
-    assert both.facts["drift"] == {"reorder": 0, "tolerance": 0}
+    assert both.facts["drift"] == {"reorder": 0, "tolerance": 0, "largest": 0.0}
 
 
 def test_a_dead_oracle_is_nobodys_fault():
@@ -435,8 +436,8 @@ def test_text_that_is_left_out_where_it_is_timed_is_caught():
         return {name: SimpleNamespace(timed=[SimpleNamespace(streams=[s])]) for name, s in (("b", b), ("a", a))}
 
     silent = replace(good, text="")
-    assert measure.verify(arms(good, good), oracle, tokenizer) == {"reorder": 0, "tolerance": 0}
-    assert measure.verify(arms(silent, silent), oracle) == {"reorder": 0, "tolerance": 0}, "no tokenizer: nothing to say"
+    assert measure.verify(arms(good, good), oracle, tokenizer) == {"reorder": 0, "tolerance": 0, "largest": 0.0}
+    assert measure.verify(arms(silent, silent), oracle)["tolerance"] == 0, "no tokenizer: nothing to say"
     with pytest.raises(CandidateFailed, match="text differs from its tokens") as caught:
         measure.verify(arms(good, silent), oracle, tokenizer)
     assert caught.value.reason is RejectReason.TOKEN_ACCOUNTING
