@@ -85,6 +85,7 @@ Rounds where the operators round, so the results are theirs. Not for: attention 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -122,10 +123,11 @@ def launch(
     (count, heads, size), kv_heads = q.shape, k.shape[1]
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     pdl = torch.cuda.get_device_capability(q.device) >= (9, 0)
-    fused_qk_norm_rope[(count, heads + kv_heads)](
+    each = 1 if count <= 32 else math.gcd(heads, kv_heads, 8)  # few tokens: all heads beside each other; many: fewer programs
+    fused_qk_norm_rope[(count, (heads + kv_heads) // each)](
         q, k, v, q_norm.weight, k_norm.weight, rotary.cos, rotary.sin, positions, slots, q_out, k_out, cache.k, cache.v,
-        q.stride(0), k.stride(0), v.stride(0), q_norm.eps, HEADS=heads, KV=kv_heads, HALF=size // 2, num_warps=1,
-        PDL=pdl, launch_pdl=pdl,
+        q.stride(0), k.stride(0), v.stride(0), q_norm.eps, HEADS=heads, KV=kv_heads, HALF=size // 2, EACH=each,
+        PDL=pdl, launch_pdl=pdl, num_warps=max(1, each // 2),
     )  # fmt: skip
     return q_out, k_out
 
@@ -133,20 +135,21 @@ def launch(
 if triton is not None:
 
     @triton.jit
-    def fused_qk_norm_rope(q, k, v, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, k_cache, v_cache,
-                q_row, k_row, v_row, eps, HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    def fused_qk_norm_rope(q, k, v, q_weight, k_weight, cos, sin, positions, slots, q_out, k_out, k_cache, v_cache, q_row, k_row, v_row, eps,
+                HEADS: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
         if PDL:  # the next kernel may be set up
             tl.extra.cuda.gdc_launch_dependents()
-        t, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF)
+        t, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH + tl.arange(0, EACH)[:, None], tl.arange(0, HALF)[None, :]
         slot = tl.load(slots + t)  # a step's numbers were there before its first kernel: read while the one before this ends
         angle = tl.load(positions + t) * 2 * HALF + i  # both halves of a row of the tables are the same
         kind = q_out.dtype.element_ty
         c, s = tl.load(cos + angle).to(kind).to(tl.float32), tl.load(sin + angle).to(kind).to(tl.float32)
-        weight = (q_weight if head < HEADS else k_weight) + i
+        of_q = tl.program_id(1) < HEADS // EACH
+        weight = (q_weight if of_q else k_weight) + i
         first, second = tl.load(weight).to(tl.float32), tl.load(weight + HALF).to(tl.float32)
         if PDL:  # q, k and v must be there
             tl.extra.cuda.gdc_wait()
-        if head < HEADS:
+        if of_q:
             a, b = _turn(q + t * q_row + head * 2 * HALF + i, first, second, c, s, eps, kind, HALF)
             at = q_out + (t * HEADS + head) * 2 * HALF + i
             tl.store(at, a)
@@ -166,7 +169,7 @@ if triton is not None:
     @triton.jit
     def _turn(x, first, second, c, s, eps, kind: tl.constexpr, HALF: tl.constexpr):
         a, b = tl.load(x).to(tl.float32), tl.load(x + HALF).to(tl.float32)
-        scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / (2 * HALF) + eps)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
         a = ((a * scale).to(kind).to(tl.float32) * first).to(kind).to(tl.float32)
         b = ((b * scale).to(kind).to(tl.float32) * second).to(kind).to(tl.float32)
         turned = (a * c).to(kind).to(tl.float32) + (-b * s).to(kind).to(tl.float32)

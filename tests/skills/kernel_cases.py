@@ -74,20 +74,25 @@ def chains() -> None:
             compare(f"{name}: {part}", got, wanted)
     gate, up = torch.randn(3, 2300).split([1200, 1100], dim=-1)
     compare("silu(gate) * up", fused_activation.launch(gate[:, :1100], up), fused_activation.reference(gate[:, :1100], up))
-    heads, kv_heads, size, tokens = 4, 2, 32, 3
-    q, k, v = torch.randn(tokens, (heads + 2 * kv_heads) * size).split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
-    q, k, v = q.view(tokens, heads, size), k.view(tokens, kv_heads, size), v.view(tokens, kv_heads, size)
-    norms = [RMSNorm(size, 1e-6) for _ in range(2)]
-    for norm in norms:
-        norm.weight.data = torch.randn(size)
-    rotary = RotaryEmbedding(size, 10000.0)
-    rotary.build(64, torch.device("cpu"))
-    slots, positions = torch.tensor([37, 5, 16]), torch.tensor([0, 40, 63])
-    caches = [LayerCache(torch.zeros(3, 16, kv_heads, size), torch.zeros(3, 16, kv_heads, size)) for _ in range(2)]
-    with torch.no_grad():
-        got, wanted = (call(q, k, v, *norms, rotary, positions, cache, slots) for call, cache in zip((fused_heads.launch, fused_heads.reference), caches, strict=True))
-    for name, one, two in (("queries", got[0], wanted[0]), ("keys", got[1], wanted[1]), ("cached keys", caches[0].k, caches[1].k), ("cached values", caches[0].v, caches[1].v)):
-        compare(name, one, two)
+
+
+def head_rows() -> None:
+    """Few tokens take a program for each head, many one for several heads: as many as divide both kinds."""
+    for heads, kv_heads, tokens in ((4, 2, 3), (4, 2, 33), (6, 3, 33), (16, 8, 40)):
+        size = 32
+        q, k, v = torch.randn(tokens, (heads + 2 * kv_heads) * size).split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
+        q, k, v = q.view(tokens, heads, size), k.view(tokens, kv_heads, size), v.view(tokens, kv_heads, size)
+        norms = [RMSNorm(size, 1e-6) for _ in range(2)]
+        for norm in norms:
+            norm.weight.data = torch.randn(size)
+        rotary = RotaryEmbedding(size, 10000.0)
+        rotary.build(64, torch.device("cpu"))
+        slots, positions = torch.randperm(48)[:tokens], torch.randint(0, 64, (tokens,))
+        caches = [LayerCache(torch.zeros(3, 16, kv_heads, size), torch.zeros(3, 16, kv_heads, size)) for _ in range(2)]
+        with torch.no_grad():
+            got, wanted = (call(q, k, v, *norms, rotary, positions, cache, slots) for call, cache in zip((fused_heads.launch, fused_heads.reference), caches, strict=True))
+        for name, one, two in (("queries", got[0], wanted[0]), ("keys", got[1], wanted[1]), ("cached keys", caches[0].k, caches[1].k), ("cached values", caches[0].v, caches[1].v)):
+            compare(f"{name} of {tokens} tokens, {heads} and {kv_heads} heads", one, two)
 
 
 def one_sequence() -> None:
@@ -123,5 +128,6 @@ if __name__ == "__main__":
         products()
         attention()
         chains()
+        head_rows()
         one_sequence()
     print(json.dumps(found))
