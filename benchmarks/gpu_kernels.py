@@ -171,6 +171,7 @@ class Few:
         return out
 
 
+ORDER = ("o", "gated", "down", "qkv", "head")  # in which products are searched
 ALL = 1056  # programs of 8 warps that run at a time on 132 multiprocessors
 
 
@@ -178,7 +179,7 @@ def choices(own: One) -> list[One]:
     """What is tried of one product whose engine takes `own`, that first."""
     fewer = [replace(own, regs=n) for n in (80, 64, 40, 32)]
     asking = [replace(own, first=n, later=later) for later, n in itertools.product((True, False), (528, 660, ALL, 2 * ALL))]
-    small = [One(1, 4096, 8), One(1, 2048, 8), One(1, 1024, 8, 1, True), One(1, 2048, 8, 8, False, True), One(1, 1024, 4, 8, True, True), One(2, 2048, 8)]
+    small = [One(1, 4096, 8), One(1, 2048, 8), One(1, 1024, 8, 1, True), One(1, 2048, 8, 8, False, True), One(1, 1024, 4, 8, True, True), One(2, 2048, 8), One(4, 4096, 8), One(8, 4096, 16)]
     return [own, *fewer, *asking, *small, *(replace(how, first=ALL, later=how.step == 4096) for how in small)]
 
 
@@ -198,6 +199,12 @@ def shapes(share: int) -> dict[str, tuple[int, int]]:
     q, kv = c["num_attention_heads"] * size, c["num_key_value_heads"] * size
     return {"qkv": ((q + 2 * kv) // share, hidden), "o": (hidden, q // share), "gated": (2 * inner // share, hidden),
             "down": (hidden, inner // share), "head": (-(-c["vocab_size"] // share), hidden)}  # fmt: skip
+
+
+def of_these(text: str) -> tuple[str, ...]:
+    if unknown := sorted(set(names := tuple(text.split(","))) - set(ORDER)):
+        raise argparse.ArgumentTypeError(f"no product {', '.join(unknown)}; there are: {', '.join(ORDER)}")
+    return names
 
 
 def near(best: One | Few) -> list[One | Few]:
@@ -299,24 +306,24 @@ def main() -> None:
     parser.add_argument("--share", type=int, default=1, help="ranks that the model is cut for; one of them is timed")
     parser.add_argument("--context", type=int, default=140)
     parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--products", type=of_these, default=ORDER, help="comma-separated; the others stay as the tree has them")
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     options = parser.parse_args()
     began = time.monotonic()
     found = tried(options.tree, options.batch, options.share)
     table = {name: ways[0] for name, ways in found.items()}
-    jobs = [(name, how) for name, ways in found.items() for how in fitting([*ways, *near(ways[0])], name, options.share)]
+    jobs = [(name, how) for name, ways in found.items() if name in options.products for how in fitting([*ways, *near(ways[0])], name, options.share)]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         pool.starmap(compile_some, [(jobs[i :: options.processes], options.batch, options.share) for i in range(options.processes)])
     emit({"compiled": len(jobs), "s": round(time.monotonic() - began, 1)})
     with tempfile.TemporaryDirectory() as place, torch.inference_mode():
         made = runner_of(options.tree, with_config(place), (options.batch,), options.share)
         search = Search(made, table, options)
-        order = ("o", "gated", "down", "qkv", "head")
-        for name in order:
+        for name in options.products:
             search.best(name, found[name], began + 0.8 * options.seconds)
-        for name in order:
+        for name in options.products:
             search.best(name, fitting(near(table[name]), name, options.share), began + options.seconds)
-        for name in order:
+        for name in options.products:
             emit({"product": name, "chosen": str(table[name])})
         search.ratio("all as chosen", table["o"])
 
