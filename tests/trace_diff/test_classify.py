@@ -38,6 +38,7 @@ KERNELS = {
         "fmhaSm100aKernel_QkvE4m3OBfloat16H64PagedKvCausalP32VarSeqQ8Kv128PersistentContext",
         "void paged_attention_ll4mi_QKV_mfma16_kernel<0, __hip_bfloat16>",
         "kernel_unified_attention_3d",
+        "qk_norm_rope_attention",  # rotation and attention in one: what it does most
         "_fwd_grouped_kernel_stage1",
         "void vllm::merge_attn_states_kernel<float>",
         "pytorch_flash::flash_fwd_kernel<x>",
