@@ -1,6 +1,6 @@
 """One sitting of the loop on a GPU whose time is counted: begin or go on, stop in time, pack what is to be kept.
 
-    python -m benchmarks.gpu_loop OUT --place DIR [--seconds 540] [--minutes 30] [--skills a,b] [--tp 2 --gpu 0,1] [--reference] [--give-up WHY]
+    python -m benchmarks.gpu_loop OUT --place DIR [--seconds 1300] [--minutes 60] [--skills a,b] [--tp 2 --gpu 0,1] [--reference] [--give-up WHY]
 
 Begins a run in DIR/run on Qwen3-8B dimensions with random bf16 weights, or goes on with the one that is there. After
 `--seconds` it asks the loop to stop after its present step, as Ctrl-C does; then OUT/run.tgz holds the run without
@@ -35,6 +35,7 @@ from optimizer.truth import weights
 from optimizer.view import Terminal
 
 GPU_SKILLS = "inference-mode,cuda-graph-capture,paged-attention-backend,fused-kernels,skinny-gemm,merge-projections,overlap-scheduling,custom-all-reduce,all-reduce-rms-fusion"
+PREPARING_S = 45.0  # weights and the first look at the machine, before a run's time counts
 PAGES = 4096  # the same KV cache in every arm: 65,536 tokens, 9.7 GB
 
 
@@ -50,9 +51,14 @@ def begin(options: argparse.Namespace) -> Run:
     return start.prepare(
         start.Options(
             model=Path("qwen3-8b"), load_format="dummy", device="cuda", tp=options.tp, devices=options.gpu, protocol="quick", run_dir=options.place / "run",
-            budget_minutes=options.minutes, skills=options.skills, engine_args=f"--num-kv-blocks {PAGES}",
+            budget_minutes=minutes(options, 0.0), skills=options.skills, engine_args=f"--num-kv-blocks {PAGES}",
         )
     )  # fmt: skip
+
+
+def minutes(options: argparse.Namespace, spent_s: float) -> float:
+    """The run's budget. That of one sitting ends with it, its headline included: with more the loop goes on until it is stopped."""
+    return options.minutes or (spent_s + options.seconds - PREPARING_S) / 60
 
 
 def go_on(options: argparse.Namespace, console: Console) -> Run:
@@ -65,7 +71,8 @@ def go_on(options: argparse.Namespace, console: Console) -> Run:
     if note := weights_there(found):
         console.print(note, highlight=False)
     environment = fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices)
-    for note in reopen(found, environment, Limits(wall_minutes=options.minutes), options.give_up):
+    spent = max((line["data"]["wall_s"] for line in found.ledger.lines() if line["kind"] == "budget"), default=0.0)
+    for note in reopen(found, environment, Limits(wall_minutes=minutes(options, spent)), options.give_up):
         console.print(note, highlight=False)
     return found
 
@@ -119,7 +126,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--place", type=Path, required=True, help="folder on a disk with 60 GB")
     parser.add_argument("--seconds", type=float, default=540.0, help="ask the loop to stop after so long")
-    parser.add_argument("--minutes", type=float, default=30.0, help="budget of the whole run")
+    parser.add_argument("--minutes", type=float, default=None, help="budget of the whole run, when more sittings follow; left out: it ends with this one, headline included")
     parser.add_argument("--skills", default=GPU_SKILLS)
     parser.add_argument("--tp", type=int, default=1, help="ranks, one on each of --gpu")
     parser.add_argument("--gpu", default="0", help="indices, comma-separated")
