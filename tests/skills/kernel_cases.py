@@ -78,8 +78,8 @@ def chains() -> None:
 
 def head_rows() -> None:
     """Few tokens take a program for each head, many one for several heads: as many as divide both kinds."""
-    for heads, kv_heads, tokens in ((4, 2, 3), (4, 2, 33), (6, 3, 33), (16, 8, 40)):
-        size = 32
+    for heads, kv_heads, tokens in ((4, 2, 3), (6, 3, 33), (16, 8, 33)):
+        size = 16
         q, k, v = torch.randn(tokens, (heads + 2 * kv_heads) * size).split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
         q, k, v = q.view(tokens, heads, size), k.view(tokens, kv_heads, size), v.view(tokens, kv_heads, size)
         norms = [RMSNorm(size, 1e-6) for _ in range(2)]
@@ -97,14 +97,14 @@ def head_rows() -> None:
 
 def one_sequence() -> None:
     """One kernel beside the heads' operators and attention by gathered pages; tables are as wide as the sequence, or wider."""
-    kv_heads, heads, size, pages = 2, 8, 128, 90
+    kv_heads, heads, size, pages = 2, 6, 64, 90
     norms = [RMSNorm(size, 1e-6) for _ in range(2)]
     for norm in norms:
         norm.weight.data.uniform_(0.5, 1.5)
     rotary = RotaryEmbedding(size, 1000000.0)
     rotary.build(1100, torch.device("cpu"))
     fused_decode.FITS = (8,)  # what stands above for the GPU
-    for length, wide in ((1, 1), (2, 64), (16, 1), (17, 2), (140, 9), (256, 64), (257, 17), (700, 44), (1024, 64)):
+    for length, wide in ((1, 1), (16, 1), (17, 64), (140, 9), (256, 16), (257, 17), (1024, 64)):
         row = torch.randn(1, (heads + 2 * kv_heads) * size)
         q, k, v = (x.view(1, -1, size) for x in row.split([heads * size, kv_heads * size, kv_heads * size], dim=-1))
         tables, last = torch.randperm(pages)[:wide].view(1, wide).int(), length - 1

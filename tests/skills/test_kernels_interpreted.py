@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SKILLS = ("merge-projections", "cuda-graph-capture", "fused-kernels", "fused-kernels", "fused-kernels", "skinny-gemm")
-KINDS = ("one row, ", "2 rows", "17 rows", "gated", "attention over [1]", "attention over [5, 70, 300]", "sum and norm: ", "silu", "queries of 3 tokens", "cached keys of 33 tokens, 6", "cached values of 40", "one sequence of 257")
+KINDS = ("one row, ", "2 rows", "17 rows", "gated", "attention over [1]", "attention over [5, 70, 300]", "sum and norm: ", "silu", "queries of 3 tokens", "cached keys of 33 tokens, 6", "cached values of 33 tokens, 16", "one sequence of 257")
 
 
 @pytest.fixture(scope="module")
