@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,14 @@ def time_server(model_dir: Path, out: Path) -> dict[str, Any]:
 
 def emit(value: dict[str, Any]) -> None:
     print(json.dumps(value), flush=True)
+
+
+def named(text: str, known: Collection[str], what: str) -> list[str]:
+    """The names in a comma-separated option. Raises SystemExit with one line for one that is not known."""
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(known)):
+        raise SystemExit(f"no {what} {', '.join(unknown)}; there are: {', '.join(known)}")
+    return names
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_engine import QWEN3_8B, emit
+from benchmarks.gpu_engine import QWEN3_8B, emit, named
 from optimizer.confine.launch import Server, launch
 from optimizer.proposers import skillbook
 from optimizer.target import load_target
@@ -121,14 +121,14 @@ def main() -> None:
         return
     if options.out is None:
         parser.error("OUT is needed unless --build is given")
-    began = time.monotonic()
+    began, only = time.monotonic(), named(options.only, [name for name, _ in RUNGS], "rung")
     model = random_model(options.place)
     emit({"weights_s": round(time.monotonic() - began, 1)})
     prompts = PromptSource(b"not secret: a look", model)
     kept: dict[str, list[Stream]] = {}
     with Oracle(model, "cuda", engine_dtype="bfloat16") as oracle:
         for name, spec in rungs(options.place / "trees", model).items():
-            if name not in options.only.split(","):
+            if name not in only:
                 continue
             with launch(spec) as server:
                 kept[name], row = climb(server, name, prompts, options.out)

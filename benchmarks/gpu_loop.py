@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.gpu_engine import QWEN3_8B
-from optimizer import fingerprint, gates, run, seal, start, summary
+from optimizer import fingerprint, gates, run, seal, start, state, summary
 from optimizer.gates.context import Lab
 from optimizer.loop import Loop
 from optimizer.resume import reopen, weights_there
@@ -71,8 +71,8 @@ def go_on(options: argparse.Namespace, console: Console) -> Run:
     if note := weights_there(found):
         console.print(note, highlight=False)
     environment = fingerprint.fingerprint(want.device, want.sandbox_level or "none", want.devices)
-    spent = max((line["data"]["wall_s"] for line in found.ledger.lines() if line["kind"] == "budget"), default=0.0)
-    for note in reopen(found, environment, Limits(wall_minutes=minutes(options, spent)), options.give_up):
+    limits = Limits(wall_minutes=minutes(options, state.wall_s(found.ledger.lines())))
+    for note in reopen(found, environment, limits, options.give_up):
         console.print(note, highlight=False)
     return found
 

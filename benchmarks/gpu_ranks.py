@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_engine import emit
+from benchmarks.gpu_engine import emit, named
 from benchmarks.gpu_ladder import random_model, rungs
 from optimizer.awake import awake
 from optimizer.confine.launch import Server, launch
@@ -155,11 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--replays", type=int, default=10_000)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    steps, names = options.steps.split(","), options.only.split(",")
-    if unknown := sorted(set(steps) - set(STEPS)):
-        sys.exit(f"no step {', '.join(unknown)}; there are: {', '.join(STEPS)}")
-    if unknown := sorted(set(names) - set(ENGINES)):
-        sys.exit(f"no engine {', '.join(unknown)}; there are: {', '.join(ENGINES)}")
+    steps, names = named(options.steps, STEPS, "step"), named(options.only, ENGINES, "engine")
     model = options.model or random_model(options.place)
     found = engines(options, model)
     gpu = options.device == "cuda"

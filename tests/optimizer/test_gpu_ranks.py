@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import all_reduce, gpu_ranks
+from benchmarks import all_reduce, gpu_ladder, gpu_ranks
 
 
 def _rows(text: str) -> list[dict]:
@@ -30,6 +30,13 @@ def test_engines_on_two_ranks_are_compared_with_one_held_up_and_replayed(repo, t
         gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--steps", "engine"])
     with pytest.raises(SystemExit, match="no engine nobody; there are: one, one with all skills, plain"):
         gpu_ranks.main([str(tmp_path / "out"), "--place", str(tmp_path), "--device", "cpu", "--model", str(model), "--only", "nobody"])
+
+
+def test_a_rung_that_is_not_there_is_refused_before_weights_are_written(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_ladder", str(tmp_path / "out"), "--place", str(tmp_path / "place"), "--only", "skinny,gated"])
+    with pytest.raises(SystemExit, match="no rung gated; there are: plain, graph"):
+        gpu_ladder.main()
+    assert not (tmp_path / "place").exists()
 
 
 def test_an_all_reduce_is_right_before_it_is_timed(tmp_path, capfd) -> None:
